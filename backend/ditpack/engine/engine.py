@@ -1,0 +1,282 @@
+"""The engine: one thread, three verbs. Requests join and leave between steps.
+
+``schedule`` drops what was cancelled and lets waiting requests join, ``run`` takes one packed step, ``postprocess``
+hands finished requests to the delivery thread. Nothing else touches the sampler or the requests in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ditpack.engine.delivery import DeliveryThread
+from ditpack.engine.isolation import advance
+from ditpack.engine.job import Job, Result, StepStats
+from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
+from ditpack.packing.batcher import VarlenSequenceBatcher
+from ditpack.sampling.qwen_image import Denoising, Pack, QwenImageSampler
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 1.0  # how long an idle engine sleeps before it looks around again; arrivals wake it at once
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A job inside the engine, from the waiting room to its answer."""
+
+    job: Job
+    tokens: int
+    submitted: float
+    overtaken: int = 0
+    started: float = 0.0
+    member: Denoising | None = None  # set when it joins
+    pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
+
+
+class Engine:
+    """Serves jobs until closed.
+
+    Args:
+        sampler: what begins, packs, steps and finishes the requests of one model.
+        token_budget: the most tokens a forward may carry; a larger request runs alone.
+        waiting_room: how many jobs may wait; ``submit`` blocks while it is full.
+        on_step: called after every step on the delivery thread, for metrics.
+    """
+
+    def __init__(
+        self,
+        sampler: QwenImageSampler,
+        *,
+        token_budget: int,
+        waiting_room: int,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        if waiting_room < 1:
+            raise ValueError(f"waiting_room = {waiting_room}: must be at least 1")
+        self._sampler = sampler
+        self._batcher = VarlenSequenceBatcher(token_budget)
+        self._waiting_room = waiting_room
+        self._on_step = on_step
+        self._delivery = DeliveryThread()
+        self._changed = threading.Condition()  # guards the next three
+        self._waiting: deque[_Flight] = deque()
+        self._refusal: str | None = None  # why no new job is taken; set once, by close or by death
+        self._abandon = False  # close() ran out of time: fail what is left
+        self._active: list[_Flight] = []  # the engine thread's own, like the pack
+        self._pack: Pack | None = None
+        self._thread = threading.Thread(target=self._loop, name="ditpack-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether new jobs are taken."""
+        return self._refusal is None
+
+    @property
+    def active_requests(self) -> int:
+        """How many requests are being denoised."""
+        return len(self._active)
+
+    @property
+    def waiting_requests(self) -> int:
+        """How many requests wait to join."""
+        return len(self._waiting)
+
+    def submit(self, job: Job, timeout: float) -> None:
+        """Put ``job`` into the waiting room, waiting up to ``timeout`` seconds while it is full.
+
+        Raises:
+            InvalidRequest: the text features do not fit the model.
+            Cancelled: it was cancelled, or its deadline passed, before there was room.
+            Unavailable: the room stayed full, or the engine is stopping or dead.
+        """
+        tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
+        flight = _Flight(job, tokens, time.monotonic())
+        until = flight.submitted + timeout
+        with self._changed:
+            while True:
+                if self._refusal is not None:
+                    raise Unavailable(self._refusal)
+                if stop := _stop_reason(flight):
+                    raise stop
+                if len(self._waiting) < self._waiting_room:
+                    break
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise Unavailable(
+                        f"the waiting room was full for {timeout:g} s ({self._waiting_room} requests wait)"
+                    )
+                self._changed.wait(min(left, _IDLE_WAIT_S))
+            self._waiting.append(flight)
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Take no new jobs, finish the accepted ones for up to ``timeout`` seconds, fail the rest, end the threads."""
+        self._refuse("the server is shutting down")
+        self._thread.join(timeout)
+        with self._changed:
+            self._abandon = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        self._delivery.close(timeout)
+
+    # The engine thread.
+
+    def _loop(self) -> None:
+        try:
+            while self._schedule():
+                self._run()
+                self._postprocess()
+        except BaseException as error:
+            logger.exception("the engine stopped")
+            self._refuse(f"the engine stopped ({type(error).__name__}); the server has to be restarted")
+        finally:
+            reason = self._refusal or "the engine stopped"
+            with self._changed:
+                left = [*self._active, *self._waiting]
+                self._waiting.clear()
+            for flight in left:
+                self._answer(flight, Unavailable(reason))
+
+    def _schedule(self) -> bool:
+        """Drop the cancelled and let waiting requests join; sleep while there is nothing to do. False: end."""
+        with self._changed:
+            while True:
+                if self._abandon:
+                    return False
+                leaving = [(flight, stop) for flight in self._waiting if (stop := _stop_reason(flight))]
+                for flight, _ in leaving:
+                    self._waiting.remove(flight)
+                joining = self._batcher.select(sum(flight.tokens for flight in self._active), self._waiting)
+                for flight in joining:
+                    self._waiting.remove(flight)
+                if self._active or joining or leaving:
+                    self._changed.notify_all()
+                    break
+                if self._refusal is not None:
+                    return False
+                self._changed.wait(_IDLE_WAIT_S)
+        stopped = [(flight, stop) for flight in self._active if (stop := _stop_reason(flight))]
+        for flight, _ in stopped:
+            self._active.remove(flight)
+        for flight, stop in leaving + stopped:
+            self._answer(flight, stop)
+        joined = [flight for flight in joining if self._begin(flight)]
+        if joined or stopped:
+            self._active += joined
+            self._pack = None
+        return True
+
+    def _begin(self, flight: _Flight) -> bool:
+        try:
+            flight.member = self._sampler.begin(flight.job.request, flight.job.conditioning)
+        except Exception as error:
+            self._sampler.check_device()
+            self._answer(flight, _as_answer(flight, error))
+            return False
+        flight.started = time.monotonic()
+        return True
+
+    def _run(self) -> None:
+        """Take one step with everybody in flight."""
+        if not self._active:
+            return
+        started = time.monotonic()
+        members = [flight.member for flight in self._active if flight.member is not None]
+        pack, failures = advance(self._sampler, members, self._pack)
+        self._sampler.throttle()
+        self._pack = pack if pack is not None and pack.steps_left else None
+        for flight in self._active:
+            flight.pack_sizes.append(len(members))
+        for failed, error in failures:
+            flight = next(flight for flight in self._active if flight.member is failed)
+            self._active.remove(flight)
+            self._answer(flight, _as_answer(flight, error))
+        if self._on_step is not None:
+            stats = StepStats(
+                requests=len(members),
+                rows=sum(len(member.rows) for member in members),
+                tokens=sum(member.tokens for member in members),
+                waiting=len(self._waiting),
+                seconds=time.monotonic() - started,
+            )
+            on_step = self._on_step
+            self._delivery.put(lambda: on_step(stats))
+
+    def _postprocess(self) -> None:
+        """Hand the finished to the delivery thread."""
+        for flight in tuple(self._active):
+            if flight.member is None or flight.member.steps_left:
+                continue
+            self._active.remove(flight)
+            self._pack = None
+            try:
+                latents = self._sampler.finish(flight.member)
+            except Exception as error:
+                self._sampler.check_device()
+                self._answer(flight, _as_answer(flight, error))
+            else:
+                self._deliver(flight, latents, time.monotonic())
+
+    # Answers.
+
+    def _refuse(self, reason: str) -> None:
+        with self._changed:
+            self._refusal = self._refusal or reason
+            self._changed.notify_all()
+
+    def _answer(self, flight: _Flight, outcome: Result | DitpackError) -> None:
+        self._delivery.put(lambda: flight.job.deliver(outcome))
+
+    def _deliver(self, flight: _Flight, latents: Callable[[], torch.Tensor], finished: float) -> None:
+        sizes = flight.pack_sizes
+        info = {
+            "queue_ms": 1000 * (flight.started - flight.submitted),
+            "denoise_ms": 1000 * (finished - flight.started),
+            "steps": len(sizes),
+            "pack": {
+                "requests_max": max(sizes),
+                "requests_mean": sum(sizes) / len(sizes),
+                "shared_steps": sum(size > 1 for size in sizes),
+            },
+        }
+
+        def deliver() -> None:
+            try:
+                result = latents()
+                if not torch.isfinite(result).all():
+                    raise GenerationFailed("the result is not finite (overflow in the model)")
+            except Exception as error:
+                flight.job.deliver(_as_answer(flight, error))
+            else:
+                flight.job.deliver(Result(result, info))
+
+        self._delivery.put(deliver)
+
+
+def _as_answer(flight: _Flight, error: Exception) -> DitpackError:
+    """``error`` as the client may see it; what is unexpected goes to the log, not to the client."""
+    if isinstance(error, DitpackError):
+        return error
+    logger.error("request %s failed", flight.job.request_id, exc_info=error)
+    return GenerationFailed(f"generation failed ({type(error).__name__}); the server's log has the details")
+
+
+def _stop_reason(flight: _Flight) -> DitpackError | None:
+    """Why ``flight`` should not go on, or None."""
+    steps = f"{flight.member.step if flight.member else 0} of {flight.job.request.num_inference_steps} steps"
+    deadline = flight.job.request.deadline_ns
+    if deadline is not None and time.monotonic_ns() >= deadline:
+        return Cancelled(f"DEADLINE_MS = {flight.job.request.deadline_ms}: the deadline passed after {steps}")
+    try:
+        cancelled = flight.job.is_cancelled()
+    except Exception as error:
+        return _as_answer(flight, error)
+    return Cancelled(f"cancelled by the client after {steps}") if cancelled else None

@@ -1,0 +1,119 @@
+"""Rows → the layout of one packed forward: where every token sits, built from host integers alone.
+
+Flat order: row after row, and inside a row its text tokens, then its image tokens (the target's, then each
+reference image's). The text and the image stream keep their tokens in that order too, without the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The shape of one row: its text length and the patch grids (height, width) of its images, target first.
+
+    Raises:
+        ValueError: for an empty text, no grid, or a grid without patches (a segment is never empty).
+    """
+
+    text_tokens: int
+    grids: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if self.text_tokens < 1:
+            raise ValueError(f"a row needs at least one text token, got {self.text_tokens}")
+        if not self.grids or any(height < 1 or width < 1 for height, width in self.grids):
+            raise ValueError(f"a row needs one or more grids of at least 1x1 patches, got {self.grids}")
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(height * width for height, width in self.grids)
+
+    @property
+    def tokens(self) -> int:
+        return self.text_tokens + self.image_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of R rows sit: T tokens in all, L of them text, S of them image.
+
+    Lengths are host integers, so no kernel call has to read the device.
+    """
+
+    rows: tuple[Row, ...]
+    text_lengths: list[int]
+    image_lengths: list[int]
+    lengths: list[int]
+    max_seqlen: int
+    cu_seqlens: Tensor  # int32 [R+1]
+    text_slots: Tensor  # int64 [L]: place of each text token in the flat order
+    image_slots: Tensor  # int64 [S]: place of each image token in the flat order
+    text_rows: Tensor  # int64 [L]: row of each text token
+    text_offsets: Tensor  # int64 [L]: place of each text token in its row's text
+    image_grids: Tensor  # int64 [S]: index of each image token's grid among all grids of the pack
+    image_offsets: Tensor  # int64 [S]: place of each image token in its grid, row-major
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def build_layout(rows: Sequence[Row], device: torch.device) -> Layout:
+    """Lay out ``rows`` (at least one). A few integers a row are uploaded; the device expands them to tokens."""
+    if not rows:
+        raise ValueError("a layout needs at least one row")
+    text_lengths = [row.text_tokens for row in rows]
+    image_lengths = [row.image_tokens for row in rows]
+    lengths = [row.tokens for row in rows]
+    grid_lengths = [height * width for row in rows for height, width in row.grids]
+
+    row_starts = _starts(lengths)
+    text_starts = _starts(text_lengths)
+    image_starts = _starts(image_lengths)
+    image_shifts = [
+        row + text - image for row, text, image in zip(row_starts, text_lengths, image_starts, strict=False)
+    ]
+    text_shifts = [row - text for row, text in zip(row_starts, text_starts, strict=False)]
+
+    text_rows, text_offsets = _expand(text_lengths, device)
+    image_rows, _ = _expand(image_lengths, device)
+    image_grids, image_offsets = _expand(grid_lengths, device)
+    return Layout(
+        rows=tuple(rows),
+        text_lengths=text_lengths,
+        image_lengths=image_lengths,
+        lengths=lengths,
+        max_seqlen=max(lengths),
+        cu_seqlens=torch.tensor(row_starts, dtype=torch.int32).to(device, non_blocking=True),
+        text_slots=torch.arange(sum(text_lengths), device=device) + _upload(text_shifts, device)[text_rows],
+        image_slots=torch.arange(sum(image_lengths), device=device) + _upload(image_shifts, device)[image_rows],
+        text_rows=text_rows,
+        text_offsets=text_offsets,
+        image_grids=image_grids,
+        image_offsets=image_offsets,
+    )
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Prefix sums: 0, a, a+b, …; one entry more than ``lengths``."""
+    return [0, *accumulate(lengths)]
+
+
+def _upload(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _expand(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each element of consecutive runs of ``lengths``: the index of its run and its place in the run."""
+    total = sum(lengths)
+    counts = _upload(lengths, device)
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts, output_size=total)
+    place = torch.arange(total, device=device) - _upload(_starts(lengths)[:-1], device)[run]
+    return run, place

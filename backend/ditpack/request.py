@@ -1,0 +1,201 @@
+"""The one resolver: what arrived becomes a validated ``ImageRequest`` or an ``InvalidRequest`` that says why not.
+
+``prepare`` resolves what the client sent; ``dit`` and ``vae_decoder`` resolve the JSON that ``prepare`` passed on,
+by the same rules, so a hand-made call to an inner model meets the same checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ditpack.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MAX_STEPS = 200
+MAX_DEADLINE_MS = 2**31 - 1
+OUTPUT_FORMATS = ("png", "jpeg", "webp", "raw")
+RESPONSE_FORMATS = ("bytes", "b64_json")
+DEFAULT_STEPS = 50
+DEFAULT_TRUE_CFG_SCALE = 4.0
+DEFAULT_NEGATIVE_PROMPT = " "
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one deployment allows. Sizes are in pixels."""
+
+    default_width: int
+    default_height: int
+    size_multiple: int = 16
+    min_size: int = 64
+    max_pixels: int = 2048 * 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """One image to make, with nothing left to decide.
+
+    ``negative_prompt`` is None exactly when ``true_cfg_scale`` is 1 (no unconditional row).
+    ``accepted_ns`` is ``time.monotonic_ns()`` at admission by ``prepare``; the processes of one host share that clock.
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    width: int
+    height: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    seed: int
+    output_format: str
+    response_format: str
+    deadline_ms: int | None
+    accepted_ns: int
+
+    @property
+    def guided(self) -> bool:
+        """Whether the request has an unconditional row."""
+        return self.true_cfg_scale > 1
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """The ``time.monotonic_ns()`` after which the request is dropped, or None."""
+        return None if self.deadline_ms is None else self.accepted_ns + self.deadline_ms * 1_000_000
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+
+# The names on the wire; also those of the JSON that models pass to each other.
+FIELDS = (
+    "PROMPT",
+    "NEGATIVE_PROMPT",
+    "WIDTH",
+    "HEIGHT",
+    "NUM_INFERENCE_STEPS",
+    "TRUE_CFG_SCALE",
+    "SEED",
+    "OUTPUT_FORMAT",
+    "RESPONSE_FORMAT",
+    "DEADLINE_MS",
+)
+
+
+def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
+    """Validate ``values`` (wire name → scalar, str or UTF-8 bytes; absent or None = not sent) and fill in defaults.
+
+    Raises:
+        InvalidRequest: naming the field, its value and what is allowed.
+    """
+    unknown = sorted(set(values) - set(FIELDS))
+    if unknown:
+        raise InvalidRequest(unknown[0], values[unknown[0]], f"unknown field; known are {', '.join(FIELDS)}")
+
+    prompt = _text(values, "PROMPT", None)
+    if prompt is None:
+        raise InvalidRequest("PROMPT", None, "is required")
+    if not prompt.strip():
+        raise InvalidRequest("PROMPT", prompt, "must not be blank")
+
+    scale = _number(values, "TRUE_CFG_SCALE", DEFAULT_TRUE_CFG_SCALE)
+    if not (math.isfinite(scale) and scale >= 1):
+        raise InvalidRequest("TRUE_CFG_SCALE", scale, "must be a finite number of at least 1 (1 turns guidance off)")
+    negative = _text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
+
+    width = _size(values, "WIDTH", limits.default_width, limits)
+    height = _size(values, "HEIGHT", limits.default_height, limits)
+    if width * height > limits.max_pixels:
+        raise InvalidRequest("WIDTH x HEIGHT", f"{width}x{height}", f"must not exceed {limits.max_pixels} pixels")
+
+    deadline = values.get("DEADLINE_MS")
+    return ImageRequest(
+        prompt=prompt,
+        negative_prompt=negative if scale > 1 else None,
+        width=width,
+        height=height,
+        num_inference_steps=_integer(values, "NUM_INFERENCE_STEPS", DEFAULT_STEPS, 1, MAX_STEPS),
+        true_cfg_scale=scale,
+        seed=_integer(values, "SEED", secrets.randbelow(MAX_SEED), 0, MAX_SEED),
+        output_format=_choice(values, "OUTPUT_FORMAT", OUTPUT_FORMATS),
+        response_format=_choice(values, "RESPONSE_FORMAT", RESPONSE_FORMATS),
+        deadline_ms=None if deadline is None else _integer(values, "DEADLINE_MS", 0, 1, MAX_DEADLINE_MS),
+        accepted_ns=time.monotonic_ns(),
+    )
+
+
+def resolve_json(text: str | bytes, limits: Limits) -> ImageRequest:
+    """``resolve`` for the REQUEST tensor that ``prepare`` passes to the models behind it.
+
+    An ``accepted_ns`` that lies in the future (a hand-made request, or one from another host) counts as now.
+
+    Raises:
+        InvalidRequest: as ``resolve``, and when ``text`` is not a JSON object.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("REQUEST", text, "must be the JSON object that the model 'prepare' writes") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("REQUEST", text, "must be the JSON object that the model 'prepare' writes")
+    accepted = values.pop("accepted_ns", None)
+    request = resolve({name.upper(): value for name, value in values.items()}, limits)
+    if isinstance(accepted, int) and 0 <= accepted <= request.accepted_ns:
+        return dataclasses.replace(request, accepted_ns=accepted)
+    return request
+
+
+def _text(values: Mapping[str, Any], field: str, default: str | None) -> str | None:
+    value = values.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise InvalidRequest(field, value, "must be valid UTF-8") from None
+    if not isinstance(value, str):
+        raise InvalidRequest(field, value, "must be a string")
+    return value
+
+
+def _number(values: Mapping[str, Any], field: str, default: float) -> float:
+    value = values.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidRequest(field, value, "must be a number")
+    return float(value)
+
+
+def _integer(values: Mapping[str, Any], field: str, default: int, low: int, high: int) -> int:
+    value = values.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(field, value, "must be an integer")
+    number = int(value)
+    if not low <= number <= high:
+        raise InvalidRequest(field, number, f"must be between {low} and {high}")
+    return number
+
+
+def _size(values: Mapping[str, Any], field: str, default: int, limits: Limits) -> int:
+    high = limits.max_pixels // limits.min_size
+    value = _integer(values, field, default, limits.min_size, high)
+    if value % limits.size_multiple:
+        raise InvalidRequest(field, value, f"must be a multiple of {limits.size_multiple}; sizes are never rounded")
+    return value
+
+
+def _choice(values: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> str:
+    value = _text(values, field, allowed[0])
+    if value not in allowed:
+        raise InvalidRequest(field, value, f"must be one of {', '.join(allowed)}")
+    return value

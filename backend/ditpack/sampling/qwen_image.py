@@ -1,0 +1,214 @@
+"""Denoising Qwen-Image requests in packs: what the engine needs to know of the family.
+
+One pack holds any mix of requests. Guided ones come first, so their unconditional rows reuse a prefix of the same
+latents: rows are [every request's conditional row, then the guided requests' unconditional rows].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ditpack.errors import InvalidRequest
+from ditpack.models.qwen_image import MAX_POSITION, PackedRotary, QwenImageTransformer, text_start
+from ditpack.packing.layout import Layout, Row, build_layout
+from ditpack.request import ImageRequest
+from ditpack.sampling.flow_match import FlowMatchSchedule
+from ditpack.sampling.guidance import true_cfg
+from ditpack.sampling.latents import seeded_noise, unpack_latents
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """A request's text features, [L, joint_attention_dim] each; the negative ones are None without guidance."""
+
+    prompt_embeds: Tensor
+    negative_prompt_embeds: Tensor | None
+
+
+@dataclass(slots=True)
+class Denoising:
+    """One request on its way from noise to latents. ``sigmas`` has one entry more than there are steps."""
+
+    request: ImageRequest
+    embeds: tuple[Tensor, ...]  # conditional, then unconditional when guided; on the device, in the model's dtype
+    rows: tuple[Row, ...]  # one for each of embeds
+    grid: tuple[int, int]
+    sigmas: list[float]
+    latents: Tensor  # fp32 [h·w, in_channels] on the device
+    step: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def steps_left(self) -> int:
+        return len(self.sigmas) - 1 - self.step
+
+
+@dataclass(slots=True)
+class Pack:
+    """The requests of one forward and all that stays the same while they stay together. K steps fit in its tables."""
+
+    members: list[Denoising]  # guided ones first
+    layout: Layout
+    rotary: PackedRotary
+    text: Tensor  # [L, joint_attention_dim], all rows
+    latents: Tensor  # fp32 [ΣS, in_channels], each member once
+    guided_tokens: int  # how many of those tokens, from the front, have an unconditional row too
+    scales: Tensor  # fp32 [guided_tokens, 1]
+    timesteps: Tensor  # [K, rows], the model's dtype
+    sigma_steps: Tensor  # fp32 [K, members]: sigma(next) - sigma
+    token_members: Tensor  # int64 [ΣS]: the member of every latent token
+    next: int = 0  # the table row that the next step reads
+
+    @property
+    def steps_left(self) -> int:
+        """How many steps this pack can take before it has to be built anew."""
+        return len(self.timesteps) - self.next
+
+
+class QwenImageSampler:
+    """Begins, packs, steps and finishes requests on one device.
+
+    The engine's thread owns it; only ``rows`` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        transformer: QwenImageTransformer,
+        schedule: FlowMatchSchedule,
+        pixels_per_patch: int,
+    ) -> None:
+        self.transformer = transformer
+        self.schedule = schedule
+        self.pixels_per_patch = pixels_per_patch
+        parameter = next(transformer.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._previous_step: torch.cuda.Event | None = None
+
+    def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
+        """The rows that ``request`` will have in a pack.
+
+        Raises:
+            InvalidRequest: if the text features have another width than the checkpoint's, or are too many to have
+                rotary positions.
+        """
+        grid = (request.height // self.pixels_per_patch, request.width // self.pixels_per_patch)
+        branches = {"EMBEDS": conditioning.prompt_embeds}
+        if request.guided:
+            if conditioning.negative_prompt_embeds is None:
+                raise InvalidRequest("NEGATIVE_EMBEDS", None, "are required when TRUE_CFG_SCALE is above 1")
+            branches["NEGATIVE_EMBEDS"] = conditioning.negative_prompt_embeds
+        width = self.transformer.config.joint_attention_dim
+        longest = MAX_POSITION - text_start((grid,))
+        for field, embeds in branches.items():
+            if embeds.ndim != 2 or embeds.shape[1] != width or not 1 <= embeds.shape[0] <= longest:
+                allowed = f"must have shape [1 … {longest}, {width}] for this checkpoint and size"
+                raise InvalidRequest(field, list(embeds.shape), allowed)
+        return tuple(Row(embeds.shape[0], (grid,)) for embeds in branches.values())
+
+    @torch.inference_mode()
+    def begin(self, request: ImageRequest, conditioning: Conditioning) -> Denoising:
+        """Draw the noise of ``request`` and bring its inputs to the device. Raises as ``rows``."""
+        rows = self.rows(request, conditioning)
+        grid = rows[0].grids[0]
+        channels = self.transformer.config.in_channels // 4
+        noise = seeded_noise(request.seed, channels, grid, self.dtype)
+        branches = (conditioning.prompt_embeds, conditioning.negative_prompt_embeds)[: len(rows)]
+        return Denoising(
+            request=request,
+            embeds=tuple(embeds.to(self.device, self.dtype) for embeds in branches if embeds is not None),
+            rows=rows,
+            grid=grid,
+            sigmas=self.schedule.sigmas(request.num_inference_steps, grid[0] * grid[1]),
+            latents=noise.to(self.device).float(),
+        )
+
+    @torch.inference_mode()
+    def pack(self, members: Sequence[Denoising]) -> Pack:
+        """Lay ``members`` (at least one, none of them done) out for the steps they will take together."""
+        guided = [member for member in members if len(member.rows) == 2]
+        ordered = guided + [member for member in members if len(member.rows) == 1]
+        branches = [(member, 0) for member in ordered] + [(member, 1) for member in guided]
+        layout = build_layout([member.rows[branch] for member, branch in branches], self.device)
+        steps = min(member.steps_left for member in ordered)
+        ahead = [member.sigmas[member.step : member.step + steps + 1] for member in ordered]
+        sigmas = torch.tensor(ahead, dtype=torch.float32).T  # [K + 1, members]
+        # As the reference: the scheduler's timestep in the model's dtype, and only then divided.
+        timesteps = (sigmas[:-1] * self.schedule.num_train_timesteps).to(self.dtype) / self.schedule.num_train_timesteps
+        latent_lengths = torch.tensor([len(member.latents) for member in ordered])
+        scales = torch.tensor([member.request.true_cfg_scale for member in guided], dtype=torch.float32)
+        return Pack(
+            members=ordered,
+            layout=layout,
+            rotary=self.transformer.rotary(layout),
+            text=torch.cat([member.embeds[branch] for member, branch in branches]),
+            latents=torch.cat([member.latents for member in ordered]),
+            guided_tokens=int(latent_lengths[: len(guided)].sum()),
+            scales=scales.repeat_interleave(latent_lengths[: len(guided)]).unsqueeze(1).to(self.device),
+            timesteps=torch.cat((timesteps, timesteps[:, : len(guided)]), dim=1).to(self.device),
+            sigma_steps=sigmas.diff(dim=0).to(self.device),
+            token_members=torch.arange(len(ordered)).repeat_interleave(latent_lengths).to(self.device),
+        )
+
+    @torch.inference_mode()
+    def step(self, pack: Pack) -> None:
+        """Advance every member by one step, all or none: if this raises, nobody has moved."""
+        total, guided = len(pack.latents), pack.guided_tokens
+        image = pack.latents.to(self.dtype)
+        velocity = self.transformer(
+            torch.cat((image, image[:guided])), pack.text, pack.timesteps[pack.next], pack.layout, pack.rotary
+        ).float()
+        if guided:
+            combined = true_cfg(velocity[:guided], velocity[total:], pack.scales)
+            velocity = torch.cat((combined, velocity[guided:total]))
+        sigma_step = pack.sigma_steps[pack.next][pack.token_members].unsqueeze(1)
+        pack.latents = pack.latents + sigma_step * velocity
+        pack.next += 1
+        for member, latents in zip(
+            pack.members, pack.latents.split([len(m.latents) for m in pack.members]), strict=True
+        ):
+            member.latents = latents
+            member.step += 1
+
+    def throttle(self) -> None:
+        """Wait until the device has finished the step before the one just enqueued.
+
+        Without it the host, which reads nothing back, would run ahead by whole images and cancel or admit too late.
+        """
+        if self.device.type != "cuda":
+            return
+        if self._previous_step is not None:
+            self._previous_step.synchronize()
+        self._previous_step = torch.cuda.Event()
+        self._previous_step.record()
+
+    def check_device(self) -> None:
+        """Raise if the device can no longer be used; called after a failed step only."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def finish(self, member: Denoising) -> Callable[[], Tensor]:
+        """Start bringing the finished latents to the host; the returned function waits for them, on any thread.
+
+        It returns fp32 [z_dim, 2h, 2w] in the normalised latent space.
+        """
+        latents = unpack_latents(member.latents, member.grid)
+        if self.device.type != "cuda":
+            return lambda: latents
+        host = torch.empty(latents.shape, dtype=latents.dtype, pin_memory=True)
+        host.copy_(latents, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> Tensor:
+            arrived.synchronize()
+            return host
+
+        return wait
