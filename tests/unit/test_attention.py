@@ -31,7 +31,9 @@ def test_sdpa_attends_within_rows_only(heads: int, kv_heads: int) -> None:
     row_of = torch.cat(rows)
     mask = row_of[:, None] == row_of[None, :]
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-    expected = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)[0].transpose(0, 1)
+    expected = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)[
+        0
+    ].transpose(0, 1)
     assert torch.allclose(out, expected, atol=1e-6)
 
 

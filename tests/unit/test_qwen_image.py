@@ -42,7 +42,11 @@ def inputs(model: QwenImageTransformer, rows: list[Row]) -> tuple[list[torch.Ten
 
 @torch.inference_mode()
 def forward(
-    model: QwenImageTransformer, rows: list[Row], images: list[torch.Tensor], texts: list[torch.Tensor], sigmas: list[float]
+    model: QwenImageTransformer,
+    rows: list[Row],
+    images: list[torch.Tensor],
+    texts: list[torch.Tensor],
+    sigmas: list[float],
 ) -> list[torch.Tensor]:
     layout = build_layout(rows, CPU)
     out = model(torch.cat(images), torch.cat(texts), torch.tensor(sigmas), layout, model.rotary(layout))

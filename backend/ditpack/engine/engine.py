@@ -110,9 +110,7 @@ class Engine:
                     break
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise Unavailable(
-                        f"the waiting room was full for {timeout:g} s ({self._waiting_room} requests wait)"
-                    )
+                    raise Unavailable(f"full: {self._waiting_room} requests have been waiting for {timeout:g} s")
                 self._changed.wait(min(left, _IDLE_WAIT_S))
             self._waiting.append(flight)
             self._changed.notify_all()

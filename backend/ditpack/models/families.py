@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ditpack.attention import select_attention
@@ -10,6 +12,8 @@ from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer
 from ditpack.models.weights import load_into
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.qwen_image import QwenImageSampler
+
+logger = logging.getLogger(__name__)
 
 
 def load_sampler(
@@ -25,7 +29,8 @@ def load_sampler(
     varlen = select_attention(attention, device, dtype, config.num_attention_heads, config.attention_head_dim)
     with torch.device("meta"):
         transformer = QwenImageTransformer(config, varlen)
-    load_into(transformer, checkpoint.path / "transformer", device, dtype)
+    report = load_into(transformer, checkpoint.path / "transformer", device, dtype)
+    logger.info("transformer: %s", report)
     schedule = FlowMatchSchedule.from_config(checkpoint.scheduler_config)
     pixels_per_patch = checkpoint.vae_scale_factor * config.patch_size
     return QwenImageSampler(transformer.eval().requires_grad_(False), schedule, pixels_per_patch)

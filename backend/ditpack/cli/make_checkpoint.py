@@ -1,0 +1,52 @@
+"""``ditpack make-checkpoint tiny DIR``: write a small random checkpoint to test with."""
+
+from __future__ import annotations
+
+import enum
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ditpack.errors import DitpackError
+
+
+class Preset(enum.StrEnum):
+    """The checkpoints that can be made."""
+
+    TINY = "tiny"
+
+
+def make_checkpoint(
+    preset: Annotated[Preset, typer.Argument(help="What to make. tiny: 2 layers, random weights, about 1 MB.")],
+    directory: Annotated[Path, typer.Argument(help="An empty or new folder.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same weights.")] = 0,
+) -> None:
+    """Write a random Qwen-Image checkpoint with the real classes, to test with. Its pictures are noise."""
+    start = time.monotonic()
+    errors = Console(stderr=True)
+    try:
+        from transformers.utils import logging
+
+        from ditpack.models.tiny import write_tiny_checkpoint
+    except ImportError as error:
+        errors.print(f"[red]make-checkpoint needs the model libraries ({error}); install ditpack\\[backend][/red]")
+        raise typer.Exit(1) from None
+    logging.disable_progress_bar()
+    try:
+        write_tiny_checkpoint(directory, seed=seed)
+    except (DitpackError, OSError) as error:
+        errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    console = Console()
+    console.print(f"Wrote the {preset} checkpoint (seed {seed}) in {time.monotonic() - start:.1f} s.", highlight=False)
+    for path in sorted(directory.iterdir()):
+        below = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
+        console.print(f"  {path.name + ('/' if path.is_dir() else ''):<18}{below / 1024:>9.1f} KiB", highlight=False)
+    console.print(f"  {'together':<18}{size / 1024:>9.1f} KiB", highlight=False)
+    console.print(
+        f"Serve it with: ditpack serve --checkpoint {directory}", soft_wrap=True, highlight=False, markup=False
+    )

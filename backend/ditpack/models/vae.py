@@ -1,0 +1,95 @@
+"""The decoding half of AutoencoderKLQwenImage: latents to pixels."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers import AutoencoderKLQwenImage
+from torch import nn
+
+from ditpack.errors import GenerationFailed
+from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.weights import LoadReport, load_into
+
+log = logging.getLogger(__name__)
+
+_BATCH_PIXELS = 4 * 1024 * 1024  # the most that one pass decodes (or one image): bounds the memory of the widest layers
+
+
+class VaeDecoder:
+    """Decodes latents of any sizes, equal sizes together; safe to call from several threads."""
+
+    def __init__(self, vae: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
+        self._vae = vae
+        self._scale_factor = checkpoint.vae_scale_factor
+        self._z_dim: int = checkpoint.vae_config["z_dim"]
+        shape = (1, self._z_dim, 1, 1, 1)
+        self._mean = torch.tensor(checkpoint.vae_config["latents_mean"]).view(shape).to(report.device, report.dtype)
+        # Divided by the reciprocal, as diffusers does it: multiplying by the number itself rounds differently in bf16.
+        self._inverse_std = 1.0 / torch.tensor(checkpoint.vae_config["latents_std"]).view(shape).to(
+            report.device, report.dtype
+        )
+        self._lock = threading.Lock()  # diffusers keeps the convolutions' cache on the module during a pass
+        self.report = report
+
+    def decode(self, latents: Sequence[torch.Tensor]) -> list[npt.NDArray[np.uint8]]:
+        """``latents``: each [z_dim, h, w], any float dtype and device, normalised as the sampler leaves them.
+
+        Returns one uint8 array [h * 8, w * 8, 3] a latent (8 being the VAE's scale factor), in the same order.
+
+        Raises:
+            ValueError: a latent of another shape.
+            GenerationFailed: a latent that is not finite; nothing is decoded then.
+        """
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, latent in enumerate(latents):
+            if latent.dim() != 3 or latent.shape[0] != self._z_dim or 0 in latent.shape:
+                raise ValueError(f"latents[{index}] has the shape {list(latent.shape)}, must be [{self._z_dim}, h, w]")
+            if not bool(torch.isfinite(latent).all()):
+                raise GenerationFailed("the latents are not finite; there is no picture to decode")
+            groups.setdefault((latent.shape[1], latent.shape[2]), []).append(index)
+
+        images: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(latents)
+        for (height, width), indices in groups.items():
+            together = max(1, _BATCH_PIXELS // (height * width * self._scale_factor**2))
+            for start in range(0, len(indices), together):
+                batch = indices[start : start + together]
+                pixels = self._decode_batch(torch.stack([latents[index] for index in batch]))
+                for index, image in zip(batch, pixels.cpu().numpy(), strict=True):
+                    images[index] = image
+        return images
+
+    @torch.inference_mode()
+    def _decode_batch(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, z_dim, h, w] → uint8 [B, H, W, 3], rounded as diffusers' image processor does."""
+        scaled = latents.to(self.report.device, self.report.dtype).unsqueeze(2)
+        scaled = scaled / self._inverse_std + self._mean
+        with self._lock:
+            image: torch.Tensor = self._vae.decode(scaled, return_dict=False)[0][:, :, 0]
+        image = (image * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
+        return (image * 255).round().to(torch.uint8)
+
+
+def load_vae_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> VaeDecoder:
+    """Load the decoder of ``checkpoint``'s VAE onto ``device`` in ``dtype``; the encoder stays in the file.
+
+    Raises:
+        CheckpointError: weights that do not fit the config.
+    """
+    with torch.device("meta"):
+        vae = AutoencoderKLQwenImage.from_config(checkpoint.vae_config).eval()
+    vae.encoder = nn.Identity()  # diffusers counts its layers at every decode, so it cannot be None
+    vae.quant_conv = nn.Identity()
+    report = load_into(vae, checkpoint.path / "vae", device, dtype, rename=_decoder)
+    log.info("%s", report)
+    return VaeDecoder(vae, checkpoint, report)
+
+
+def _decoder(key: str) -> str | None:
+    return None if key.startswith(("encoder.", "quant_conv.")) else key

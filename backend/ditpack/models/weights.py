@@ -1,0 +1,142 @@
+"""Reading safetensors weights straight onto the device, one tensor at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ditpack.models.checkpoint import CheckpointError, find_weights
+
+_STORED = ("F32", "BF16", "F16")  # a quantised dtype would need scales that this loader does not know
+_NAMED = 10  # how many keys an error spells out before it only counts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one ``load_into`` put on the device. ``bytes`` is the memory the weights take there."""
+
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    tensors: int
+    parameters: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.directory.name}: {self.parameters / 1e6:.2f} M parameters, {self.bytes / 2**20:.1f} MiB as "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}, read in {self.seconds:.1f} s"
+        )
+
+
+def load_into(
+    module: nn.Module,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    rename: Callable[[str], str | None] | None = None,
+) -> LoadReport:
+    """Give ``module``, built on the meta device, the weights of ``directory``'s safetensors files.
+
+    Each tensor goes from the file to ``device`` and to ``dtype`` and becomes the module's own: no more than one tensor
+    exists twice at any time. The files' headers are checked in full before the first weight is read. ``rename`` turns a
+    stored name into the module's, or into None for a weight that is left in the file on purpose.
+
+    Raises:
+        CheckpointError: naming missing and unexpected keys, wrong shapes, dtypes or an unreadable file.
+    """
+    start = time.monotonic()
+    expected = module.state_dict(keep_vars=True)
+    stored = _scan(find_weights(directory), rename)
+    _compare(directory, expected, stored)
+
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, (file, key, _shape) in stored.items():
+        by_file.setdefault(file, []).append((name, key))
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name, key in names:
+                # On the CPU the tensor is a view of the mapped file, which may be replaced while it is served: copy it.
+                tensor = tensors.get_tensor(key).to(dtype=dtype, copy=device.type == "cpu")
+                _assign(module, name, tensor)
+
+    left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    if left:
+        raise RuntimeError(
+            f"no checkpoint holds {', '.join(left)} of {type(module).__name__}: build it off the meta device"
+        )
+    loaded = [tensor for name, tensor in module.state_dict().items() if name in stored]
+    return LoadReport(
+        directory=directory,
+        device=device,
+        dtype=dtype,
+        tensors=len(loaded),
+        parameters=sum(tensor.numel() for tensor in loaded),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in loaded),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _scan(
+    files: Iterable[Path], rename: Callable[[str], str | None] | None
+) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+    """Module name → (file, stored name, shape), from the headers alone."""
+    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    name = rename(key) if rename else key
+                    if name is None:
+                        continue
+                    if name in found:
+                        raise CheckpointError(f"{file}: {key}: the same weight is also in {found[name][0].name}")
+                    header = tensors.get_slice(key)
+                    if header.get_dtype() not in _STORED:
+                        raise CheckpointError(
+                            f"{file}: {key}: stored as {header.get_dtype()}; must be {' or '.join(_STORED)}"
+                        )
+                    found[name] = (file, key, tuple(header.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: not a readable safetensors file: {error}") from None
+    return found
+
+
+def _compare(
+    directory: Path, expected: dict[str, torch.Tensor], stored: dict[str, tuple[Path, str, tuple[int, ...]]]
+) -> None:
+    problems = []
+    if missing := [name for name in expected if name not in stored]:
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected := [key for name, (_file, key, _shape) in stored.items() if name not in expected]:
+        problems.append(f"unexpected: {_some(unexpected)}")
+    shapes = [
+        f"{key} is {list(shape)}, must be {list(expected[name].shape)}"
+        for name, (_file, key, shape) in stored.items()
+        if name in expected and shape != tuple(expected[name].shape)
+    ]
+    if shapes:
+        problems.append(f"wrong shape: {_some(shapes)}")
+    if problems:
+        raise CheckpointError(f"{directory}: the weights do not fit the config: {'; '.join(problems)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown}, … ({len(names)} in all)"
+
+
+def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor

@@ -1,0 +1,33 @@
+"""What every test shares: no network, two threads, and the two checkpoints that tests run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports a Hugging Face library: tests must not reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("DITPACK_CHECKPOINT", None)
+
+import pytest
+import torch
+
+from ditpack.models.checkpoint import EMBEDDED
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with the real classes; read it, never change it (copy it first)."""
+    from ditpack.models.tiny import write_tiny_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    write_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def embedded_checkpoint() -> Path:
+    """The trained checkpoint inside the package; read it, never change it."""
+    return EMBEDDED

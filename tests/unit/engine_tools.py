@@ -1,0 +1,113 @@
+"""Driving an engine from a test: jobs whose outcomes can be waited for, and samplers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import request
+
+from ditpack.engine.engine import Engine
+from ditpack.engine.job import Job, Result
+from ditpack.errors import DitpackError
+from ditpack.models.checkpoint import open_checkpoint
+from ditpack.models.families import load_sampler
+from ditpack.request import ImageRequest
+from ditpack.sampling.qwen_image import Conditioning, Denoising, Pack, QwenImageSampler
+
+TIMEOUT = 60.0  # seconds; every wait of the tests ends
+
+
+class Ticket:
+    """A submitted job. ``outcomes`` counts the answers, so that a second one is seen."""
+
+    def __init__(self, image_request: ImageRequest, **job: Any) -> None:
+        self.outcomes: list[Result | DitpackError] = []
+        self._arrived: queue.SimpleQueue[Result | DitpackError] = queue.SimpleQueue()
+        job.setdefault("conditioning", conditioning(image_request))
+        self.job = Job(request=image_request, request_id=f"seed-{image_request.seed}", deliver=self._deliver, **job)
+
+    def _deliver(self, outcome: Result | DitpackError) -> None:
+        self.outcomes.append(outcome)
+        self._arrived.put(outcome)
+
+    def outcome(self) -> Result | DitpackError:
+        return self._arrived.get(timeout=TIMEOUT)
+
+    def latents(self) -> torch.Tensor:
+        outcome = self.outcome()
+        if isinstance(outcome, DitpackError):
+            raise outcome
+        return outcome.latents
+
+
+def conditioning(image_request: ImageRequest, width: int = 32) -> Conditioning:
+    """Text features that depend on the prompt and its length only."""
+
+    def features(text: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, text)))
+        return torch.randn(5 + len(text), width, generator=generator)
+
+    negative = image_request.negative_prompt
+    return Conditioning(features(image_request.prompt), None if negative is None else features(negative))
+
+
+def tiny_sampler(checkpoint: Path) -> QwenImageSampler:
+    return load_sampler(open_checkpoint(checkpoint), torch.device("cpu"), torch.float32)
+
+
+class Hooked:
+    """A sampler whose verbs first call a hook, which may raise, block or submit more work."""
+
+    def __init__(self, sampler: QwenImageSampler, **hooks: Callable[..., None]) -> None:
+        self._sampler = sampler
+        self._hooks = hooks
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._sampler, name)
+        hook = self._hooks.get(name)
+        if hook is None:
+            return attribute
+
+        def call(*args: Any) -> Any:
+            hook(*args)
+            return attribute(*args)
+
+        return call
+
+
+def engine(sampler: Any, *, token_budget: int = 10_000, waiting_room: int = 64, **options: Any) -> Engine:
+    return Engine(sampler, token_budget=token_budget, waiting_room=waiting_room, **options)
+
+
+def run(sampler: Any, requests: list[ImageRequest]) -> list[Result | DitpackError]:
+    """Serve ``requests`` with an engine of their own; the outcomes in order."""
+    served = engine(sampler)
+    try:
+        tickets = [Ticket(image_request) for image_request in requests]
+        for ticket in tickets:
+            served.submit(ticket.job, TIMEOUT)
+        return [ticket.outcome() for ticket in tickets]
+    finally:
+        served.close(TIMEOUT)
+
+
+def has_seed(seed: int) -> Callable[[Pack], bool]:
+    return lambda pack: any(member.request.seed == seed for member in pack.members)
+
+
+__all__ = [
+    "TIMEOUT",
+    "Denoising",
+    "Hooked",
+    "Ticket",
+    "conditioning",
+    "engine",
+    "has_seed",
+    "request",
+    "run",
+    "tiny_sampler",
+]

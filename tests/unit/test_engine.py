@@ -1,0 +1,186 @@
+"""The engine: shared steps, joining and leaving, bounded waits. Failures are in test_engine_faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import TIMEOUT, Hooked, Ticket, conditioning, engine, request, run, tiny_sampler
+from oracle import relative_error
+
+from ditpack.engine.job import Result, StepStats
+from ditpack.errors import Cancelled, InvalidRequest, Unavailable
+from ditpack.request import ImageRequest
+from ditpack.sampling.qwen_image import Conditioning, Pack, QwenImageSampler
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_checkpoint: Path) -> QwenImageSampler:
+    return tiny_sampler(tiny_checkpoint)
+
+
+def mixed(count: int = 8) -> list[ImageRequest]:
+    sizes = [(64, 64), (32, 96), (96, 32), (48, 80), (64, 64), (112, 64)]
+    return [
+        request(
+            seed=i,
+            prompt="an apple " * (i % 5 + 1),
+            width=sizes[i % 6][0],
+            height=sizes[i % 6][1],
+            num_inference_steps=4 + i % 4,
+            true_cfg_scale=(1.0, 4.0, 2.5)[i % 3],
+        )
+        for i in range(count)
+    ]
+
+
+def alone(sampler: QwenImageSampler, image_request: ImageRequest) -> torch.Tensor:
+    (outcome,) = run(sampler, [image_request])
+    assert isinstance(outcome, Result)
+    return outcome.latents
+
+
+def test_packed_equals_alone(sampler: QwenImageSampler) -> None:
+    """Everybody waits until all have arrived, so the pack is full from the first step."""
+    everybody = threading.Event()
+    hooked = Hooked(sampler, begin=lambda *_: everybody.wait(TIMEOUT))
+    served = engine(hooked)
+    tickets = [Ticket(image_request) for image_request in mixed()]
+    for ticket in tickets:
+        served.submit(ticket.job, TIMEOUT)
+    everybody.set()
+    for ticket in tickets:
+        result = ticket.outcome()
+        assert isinstance(result, Result)
+        assert relative_error(result.latents, alone(sampler, ticket.job.request)) < 1e-5
+        assert result.info["steps"] == ticket.job.request.num_inference_steps
+    served.close(TIMEOUT)
+    assert all(len(ticket.outcomes) == 1 for ticket in tickets)
+
+
+def test_joining_late_changes_nothing(sampler: QwenImageSampler) -> None:
+    first, late = mixed(2)
+    late_ticket = Ticket(late)
+    steps = iter(range(100))
+
+    def join_at_step_three(pack: Pack) -> None:
+        if next(steps) == 2:
+            served.submit(late_ticket.job, TIMEOUT)
+
+    served = engine(Hooked(sampler, step=join_at_step_three))
+    ticket = Ticket(first)
+    served.submit(ticket.job, TIMEOUT)
+    assert relative_error(ticket.latents(), alone(sampler, first)) < 1e-5
+    result = late_ticket.outcome()
+    served.close(TIMEOUT)
+    assert isinstance(result, Result)
+    assert relative_error(result.latents, alone(sampler, late)) < 1e-5
+    assert result.info["pack"] == {"requests_max": 2, "requests_mean": pytest.approx(1.2), "shared_steps": 1}
+
+
+def test_a_cancelled_neighbour_changes_nothing(sampler: QwenImageSampler) -> None:
+    keep, leave = mixed(2)
+    cancelled = threading.Event()
+
+    def cancel_at_step_two(pack: Pack) -> None:
+        if any(member.request == leave and member.step == 1 for member in pack.members):
+            cancelled.set()
+
+    served = engine(Hooked(sampler, step=cancel_at_step_two, begin=lambda *_: time.sleep(0.05)))
+    staying, leaving = Ticket(keep), Ticket(leave, is_cancelled=cancelled.is_set)
+    served.submit(staying.job, TIMEOUT)
+    served.submit(leaving.job, TIMEOUT)
+    outcome = leaving.outcome()
+    assert isinstance(outcome, Cancelled)
+    assert "after 2 of 5 steps" in str(outcome)
+    assert relative_error(staying.latents(), alone(sampler, keep)) < 1e-5
+    served.close(TIMEOUT)
+    assert len(leaving.outcomes) == len(staying.outcomes) == 1
+
+
+def test_a_deadline_is_met_within_a_step(sampler: QwenImageSampler) -> None:
+    served = engine(Hooked(sampler, step=lambda _: time.sleep(0.02)))
+    late = Ticket(request(num_inference_steps=200, deadline_ms=150, accepted_ns=time.monotonic_ns()))
+    started = time.monotonic()
+    served.submit(late.job, TIMEOUT)
+    outcome = late.outcome()
+    assert isinstance(outcome, Cancelled)
+    assert "DEADLINE_MS = 150" in str(outcome)
+    assert time.monotonic() - started < 5
+    with pytest.raises(Cancelled, match="0 of 4 steps"):
+        served.submit(Ticket(request(deadline_ms=1, accepted_ns=time.monotonic_ns() - 10**9)).job, TIMEOUT)
+    served.close(TIMEOUT)
+
+
+def test_a_full_room_blocks_and_then_refuses(sampler: QwenImageSampler) -> None:
+    gate = threading.Event()
+    served = engine(Hooked(sampler, step=lambda _: gate.wait(TIMEOUT)), waiting_room=1)
+    first, second, third = (Ticket(request(seed=seed)) for seed in range(3))
+    served.submit(first.job, TIMEOUT)
+    while served.active_requests == 0:
+        time.sleep(0.001)
+    served.submit(second.job, TIMEOUT)
+    with pytest.raises(Unavailable, match=r"full: 1 requests have been waiting for 0\.1 s"):
+        served.submit(third.job, 0.1)
+    blocked = threading.Thread(target=served.submit, args=(third.job, TIMEOUT))
+    blocked.start()
+    gate.set()
+    for ticket in (first, second, third):
+        assert isinstance(ticket.outcome(), Result)
+    blocked.join(TIMEOUT)
+    served.close(TIMEOUT)
+
+
+def test_the_budget_bounds_every_step(sampler: QwenImageSampler) -> None:
+    stats: list[StepStats] = []
+    tokens = sum(row.tokens for row in sampler.rows(request(), conditioning(request())))
+    served = engine(sampler, token_budget=3 * tokens, on_step=stats.append)
+    tickets = [Ticket(request(seed=seed)) for seed in range(7)]
+    for ticket in tickets:
+        served.submit(ticket.job, TIMEOUT)
+    assert all(isinstance(ticket.outcome(), Result) for ticket in tickets)
+    served.close(TIMEOUT)
+    assert max(step.tokens for step in stats) == 3 * tokens
+    assert max(step.requests for step in stats) == 3
+    assert max(step.rows for step in stats) == 6
+    assert sum(step.requests for step in stats) == 7 * 4
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 31), (4096, 32)])
+def test_text_that_does_not_fit_is_refused_at_the_door(sampler: QwenImageSampler, shape: tuple[int, int]) -> None:
+    served = engine(sampler)
+    for field, pair in [
+        ("EMBEDS", Conditioning(torch.zeros(shape), torch.zeros(3, 32))),
+        ("NEGATIVE_EMBEDS", Conditioning(torch.zeros(3, 32), torch.zeros(shape))),
+    ]:
+        with pytest.raises(InvalidRequest, match=f"^{field} = "):
+            served.submit(Ticket(request(), conditioning=pair).job, TIMEOUT)
+    with pytest.raises(InvalidRequest, match="NEGATIVE_EMBEDS"):
+        served.submit(Ticket(request(), conditioning=Conditioning(torch.zeros(3, 32), None)).job, TIMEOUT)
+    served.close(TIMEOUT)
+
+
+def test_close_finishes_what_was_accepted(sampler: QwenImageSampler) -> None:
+    served = engine(sampler)
+    tickets = [Ticket(image_request) for image_request in mixed(5)]
+    for ticket in tickets:
+        served.submit(ticket.job, TIMEOUT)
+    served.close(TIMEOUT)
+    assert all(isinstance(ticket.outcome(), Result) for ticket in tickets)
+    with pytest.raises(Unavailable, match="shutting down"):
+        served.submit(Ticket(request()).job, TIMEOUT)
+
+
+def test_close_fails_what_it_cannot_finish_in_time(sampler: QwenImageSampler) -> None:
+    served = engine(Hooked(sampler, step=lambda _: time.sleep(0.05)), token_budget=1)
+    running, waiting = Ticket(request(num_inference_steps=200)), Ticket(request(seed=8))
+    served.submit(running.job, TIMEOUT)
+    served.submit(waiting.job, TIMEOUT)
+    started = time.monotonic()
+    served.close(0.2)
+    assert time.monotonic() - started < 5
+    assert isinstance(running.outcome(), Unavailable)
+    assert isinstance(waiting.outcome(), Unavailable)
