@@ -20,6 +20,8 @@ from ditpack.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 MAX_STEPS = 200
+MAX_SIDE = 16368  # pixels; WebP ends at 16383
+_MAX_DRAWN_SEED = 2**53  # beyond it a seed would not survive a JSON number in JavaScript
 MAX_DEADLINE_MS = 2**31 - 1
 OUTPUT_FORMATS = ("png", "jpeg", "webp", "raw")
 RESPONSE_FORMATS = ("bytes", "b64_json")
@@ -122,7 +124,7 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
         height=height,
         num_inference_steps=_integer(values, "NUM_INFERENCE_STEPS", DEFAULT_STEPS, 1, MAX_STEPS),
         true_cfg_scale=scale,
-        seed=_integer(values, "SEED", secrets.randbelow(MAX_SEED), 0, MAX_SEED),
+        seed=_integer(values, "SEED", secrets.randbelow(_MAX_DRAWN_SEED), 0, MAX_SEED),
         output_format=_choice(values, "OUTPUT_FORMAT", OUTPUT_FORMATS),
         response_format=_choice(values, "RESPONSE_FORMAT", RESPONSE_FORMATS),
         deadline_ms=None if deadline is None else _integer(values, "DEADLINE_MS", 0, 1, MAX_DEADLINE_MS),
@@ -187,7 +189,7 @@ def _integer(values: Mapping[str, Any], field: str, default: int, low: int, high
 
 
 def _size(values: Mapping[str, Any], field: str, default: int, limits: Limits) -> int:
-    high = limits.max_pixels // limits.min_size
+    high = min(MAX_SIDE, limits.max_pixels // limits.min_size)
     value = _integer(values, field, default, limits.min_size, high)
     if value % limits.size_multiple:
         raise InvalidRequest(field, value, f"must be a multiple of {limits.size_multiple}; sizes are never rounded")

@@ -14,8 +14,8 @@ def test_text_then_image_row_after_row() -> None:
     layout = build_layout([Row(3, ((2, 4),)), Row(5, ((3, 4),))], CPU)
     assert layout.cu_seqlens.tolist() == [0, 11, 28]
     assert layout.cu_seqlens.dtype == torch.int32
-    assert layout.text_slots.tolist() == [0, 1, 2, *range(11, 16)]
-    assert layout.image_slots.tolist() == [*range(3, 11), *range(16, 28)]
+    assert layout.text.slots.tolist() == [0, 1, 2, *range(11, 16)]
+    assert layout.image.slots.tolist() == [*range(3, 11), *range(16, 28)]
     assert (layout.lengths, layout.max_seqlen, layout.tokens) == ([11, 17], 17, 28)
     assert type(layout.max_seqlen) is int
 
@@ -23,13 +23,13 @@ def test_text_then_image_row_after_row() -> None:
 def test_every_slot_is_used_once() -> None:
     rows = [Row(1 + i, ((1 + i % 3, 2 + i), (i % 2 + 1, 3))) for i in range(12)]
     layout = build_layout(rows, CPU)
-    slots = torch.cat((layout.text_slots, layout.image_slots)).sort().values
+    slots = torch.cat((layout.text.slots, layout.image.slots)).sort().values
     assert torch.equal(slots, torch.arange(layout.tokens))
 
 
 def test_tokens_know_their_place() -> None:
     layout = build_layout([Row(2, ((1, 2), (1, 1))), Row(1, ((2, 1),))], CPU)
-    assert layout.text_rows.tolist() == [0, 0, 1]
+    assert layout.text.rows.tolist() == [0, 0, 1]
     assert layout.text_offsets.tolist() == [0, 1, 0]
     assert layout.image_grids.tolist() == [0, 0, 1, 2, 2]
     assert layout.image_offsets.tolist() == [0, 1, 0, 0, 1]

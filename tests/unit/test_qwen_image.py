@@ -49,7 +49,9 @@ def forward(
     sigmas: list[float],
 ) -> list[torch.Tensor]:
     layout = build_layout(rows, CPU)
-    out = model(torch.cat(images), torch.cat(texts), torch.tensor(sigmas), layout, model.rotary(layout))
+    out = model(
+        torch.cat(images), torch.cat(texts), model.modulation(torch.tensor(sigmas)), layout, model.rotary(layout)
+    )
     return list(out.split([row.image_tokens for row in rows]))
 
 

@@ -13,7 +13,7 @@ import pytest
 from ditpack.errors import InvalidRequest
 from ditpack.request import FIELDS, Limits, resolve, resolve_json
 
-LIMITS = Limits(default_width=128, default_height=96)
+LIMITS = Limits(default_width=128, default_height=96, max_pixels=1024 * 1024)
 
 
 def test_only_a_prompt_is_needed() -> None:
@@ -21,7 +21,7 @@ def test_only_a_prompt_is_needed() -> None:
     assert (request.prompt, request.negative_prompt) == ("a cat", " ")
     assert (request.width, request.height, request.num_inference_steps, request.true_cfg_scale) == (128, 96, 50, 4.0)
     assert (request.output_format, request.response_format, request.deadline_ms) == ("png", "bytes", None)
-    assert 0 <= request.seed < 2**63
+    assert 0 <= request.seed < 2**53
 
 
 def test_seeds_are_drawn_anew() -> None:
@@ -41,11 +41,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("PROMPT", b"\xff\xfe", "must be valid UTF-8"),
     ("PROMPT", 5, "must be a string"),
     ("NEGATIVE_PROMPT", b"\xc3", "must be valid UTF-8"),
-    ("WIDTH", 0, "must be between 64 and 65536"),
-    ("WIDTH", -64, "must be between 64 and 65536"),
+    ("WIDTH", 0, "must be between 64 and 16368"),
+    ("WIDTH", -64, "must be between 64 and 16368"),
     ("WIDTH", 65, "must be a multiple of 16"),
-    ("HEIGHT", 100000, "must be between 64 and 65536"),
-    ("HEIGHT", 65536, "must not exceed 4194304 pixels"),
+    ("HEIGHT", 100000, "must be between 64 and 16368"),
+    ("HEIGHT", 16368, "must not exceed 1048576 pixels"),
     ("HEIGHT", 64.0, "must be an integer"),
     ("HEIGHT", True, "must be an integer"),
     ("NUM_INFERENCE_STEPS", 0, "must be between 1 and 200"),

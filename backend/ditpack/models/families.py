@@ -8,7 +8,7 @@ import torch
 
 from ditpack.attention import select_attention
 from ditpack.models.checkpoint import Checkpoint
-from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer
+from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer, stored_name
 from ditpack.models.weights import load_into
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.qwen_image import QwenImageSampler
@@ -29,7 +29,7 @@ def load_sampler(
     varlen = select_attention(attention, device, dtype, config.num_attention_heads, config.attention_head_dim)
     with torch.device("meta"):
         transformer = QwenImageTransformer(config, varlen)
-    report = load_into(transformer, checkpoint.path / "transformer", device, dtype)
+    report = load_into(transformer, checkpoint.path / "transformer", device, dtype, rename=stored_name)
     logger.info("transformer: %s", report)
     schedule = FlowMatchSchedule.from_config(checkpoint.scheduler_config)
     pixels_per_patch = checkpoint.vae_scale_factor * config.patch_size

@@ -8,19 +8,21 @@ image stream are flat token lists, and a layout says which tokens belong to whic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditpack.attention import VarlenAttention
-from ditpack.models.rotary import Rotary, apply_rotary
+from ditpack.models.modulation import Modulation
+from ditpack.models.ops import EPS, add_modulate, linear_gelu, modulate, write_heads
+from ditpack.models.rotary import Rotary
+from ditpack.models.weights import Part
 from ditpack.packing.layout import Layout
 
-EPS = 1e-6
 MAX_POSITION = 4096  # the reference's rotary tables end here
 
 
@@ -58,7 +60,7 @@ class PackedRotary:
 
 
 class QwenImageTransformer(nn.Module):
-    """The packed transformer. Built from a config alone; parameters come from ``models.weights``."""
+    """The packed transformer. Built from a config alone; parameters come from ``models.weights`` by ``stored_name``."""
 
     def __init__(self, config: QwenImageConfig, attention: VarlenAttention) -> None:
         super().__init__()
@@ -69,28 +71,39 @@ class QwenImageTransformer(nn.Module):
         self.img_in = nn.Linear(config.in_channels, dim)
         self.txt_in = nn.Linear(config.joint_attention_dim, dim)
         self.transformer_blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
-        self.norm_out = OutputNorm(dim)
+        self.norm_out = named("linear", nn.Linear(dim, 2 * dim))
         self.proj_out = nn.Linear(dim, config.patch_size**2 * config.out_channels)
 
-    def forward(self, image: Tensor, text: Tensor, timestep: Tensor, layout: Layout, rotary: PackedRotary) -> Tensor:
+    def forward(
+        self, image: Tensor, text: Tensor, modulation: Modulation, layout: Layout, rotary: PackedRotary
+    ) -> Tensor:
         """Predict the velocity of every image token.
 
         Args:
-            image: [S, in_channels], the rows' image tokens one after the other.
+            image: [S, in_channels], the rows' image tokens one after the other, in the model's dtype.
             text: [L, joint_attention_dim], the rows' text features one after the other, at their real lengths.
-            timestep: [R], each row's sigma (the scheduler's timestep / 1000) in the model's dtype.
+            modulation: of the R rows' timesteps, ``self.modulation`` or rows of a ``ModulationTable`` of it.
             layout: of these R rows.
             rotary: ``self.rotary(layout)``; built once per layout.
 
         Returns:
             [S, patch_size² · out_channels] in the model's dtype.
         """
-        temb = F.silu(self.time_text_embed(timestep, image.dtype))
-        image = self.img_in(image)
-        text = self.txt_in(self.txt_norm(text))
-        for block in self.transformer_blocks:
-            image, text = block(image, text, temb, layout, rotary)
-        return self.proj_out(self.norm_out(image, temb, layout))
+        streams = Streams(self.img_in(image), self.txt_in(self.txt_norm(text)))
+        for index, block in enumerate(self.transformer_blocks):
+            block(streams, modulation.image[:, index], modulation.text[:, index], layout, rotary)
+        # Note the order: scale, then shift; the blocks have shift first.
+        scale, shift = modulation.out.unbind(1)
+        return self.proj_out(streams.next_image(shift, scale, layout))
+
+    def modulation(self, timesteps: Tensor) -> Modulation:
+        """The modulation of every layer for ``timesteps`` [n]: sigmas, in the model's dtype."""
+        temb = F.silu(self.time_text_embed(timesteps))
+        blocks = cast(Iterable[Block], self.transformer_blocks)
+        image, text = zip(*((block.img_mod(temb), block.txt_mod(temb)) for block in blocks), strict=True)
+        out = self.norm_out(temb).unflatten(-1, (2, -1))
+        image, text = (torch.stack(stream, dim=1).unflatten(-1, (6, -1)) for stream in (image, text))
+        return Modulation(image, text, out)
 
     def rotary(self, layout: Layout) -> PackedRotary:
         """The rotary tables of ``layout``, on its device.
@@ -100,10 +113,7 @@ class QwenImageTransformer(nn.Module):
         """
         grids = [(frame, *grid) for row in layout.rows for frame, grid in enumerate(row.grids)]
         device = layout.image_grids.device
-        frames, heights, widths = (
-            torch.tensor(numbers).to(device, non_blocking=True)[layout.image_grids]
-            for numbers in zip(*grids, strict=True)
-        )
+        frames, heights, widths = torch.tensor(grids).to(device, non_blocking=True)[layout.image_grids].unbind(1)
         image = torch.stack(
             (
                 frames,
@@ -113,7 +123,7 @@ class QwenImageTransformer(nn.Module):
             dim=1,
         )
         starts = torch.tensor([text_start(row.grids) for row in layout.rows]).to(device, non_blocking=True)
-        text = (starts[layout.text_rows] + layout.text_offsets).unsqueeze(1).expand(-1, 3)
+        text = (starts[layout.text.rows] + layout.text_offsets).unsqueeze(1).expand(-1, 3)
         axes = self.config.axes_dims_rope
         return PackedRotary(Rotary.from_positions(text, axes), Rotary.from_positions(image, axes))
 
@@ -123,6 +133,39 @@ def text_start(grids: tuple[tuple[int, int], ...]) -> int:
     return max(max(height // 2, width // 2) for height, width in grids)
 
 
+def stored_name(key: str) -> str | Part:
+    """diffusers' name of a parameter → ours; queries, keys and values of a stream are one layer here."""
+    for index, name in enumerate("qkv"):
+        for theirs, ours in ((f".to_{name}.", ".to_qkv."), (f".add_{name}_proj.", ".add_qkv.")):
+            if theirs in key:
+                return Part(key.replace(theirs, ours), index, 3)
+    return key
+
+
+class Streams:
+    """The residual streams, image [S, D] and text [L, D], each with the gated update that is still to be added.
+
+    Adding it and norming for the next layer are one pass over memory, so an update waits for its next reader.
+    """
+
+    def __init__(self, image: Tensor, text: Tensor) -> None:
+        self.image, self.text = image, text
+        self.image_update: tuple[Tensor, Tensor] | None = None  # (update, gate [R, D])
+        self.text_update: tuple[Tensor, Tensor] | None = None
+
+    def next_image(self, shift: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+        """Add the waiting update to the image stream, in place, and return it normed and modulated."""
+        if self.image_update is None:
+            return modulate(self.image, shift, scale, layout.image)
+        return add_modulate(self.image, *self.image_update, shift, scale, layout.image)
+
+    def next_text(self, shift: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+        """The same for the text stream."""
+        if self.text_update is None:
+            return modulate(self.text, shift, scale, layout.text)
+        return add_modulate(self.text, *self.text_update, shift, scale, layout.text)
+
+
 class Block(nn.Module):
     """One dual-stream block: modulated joint attention, then a modulated MLP a stream."""
 
@@ -130,35 +173,30 @@ class Block(nn.Module):
         super().__init__()
         dim = config.inner_dim
         self.attn = JointAttention(config, attention)
-        # The reference has a SiLU at index 0; here temb has been through it once for all layers.
+        # The reference has a SiLU at index 0; here the embedding has been through it once for all layers.
         self.img_mod = nn.Sequential(nn.Identity(), nn.Linear(dim, 6 * dim))
         self.txt_mod = nn.Sequential(nn.Identity(), nn.Linear(dim, 6 * dim))
         self.img_mlp = FeedForward(dim)
         self.txt_mlp = FeedForward(dim)
 
     def forward(
-        self, image: Tensor, text: Tensor, temb: Tensor, layout: Layout, rotary: PackedRotary
-    ) -> tuple[Tensor, Tensor]:
-        """``image`` [S, D] and ``text`` [L, D] are updated in place; ``temb`` [R, D] has been through SiLU."""
-        image_lengths, text_lengths = layout.image_lengths, layout.text_lengths
-        # Each six times [R, D]: (shift, scale, gate) for the attention, then the same for the MLP.
-        image_mod = self.img_mod(temb).chunk(6, dim=-1)
-        text_mod = self.txt_mod(temb).chunk(6, dim=-1)
+        self, streams: Streams, image_mod: Tensor, text_mod: Tensor, layout: Layout, rotary: PackedRotary
+    ) -> None:
+        """Advance ``streams``. ``image_mod`` and ``text_mod`` are [R, 6, D], as ``Modulation`` holds them."""
+        image_shift, image_scale, image_gate, image_mlp_shift, image_mlp_scale, image_mlp_gate = image_mod.unbind(1)
+        text_shift, text_scale, text_gate, text_mlp_shift, text_mlp_scale, text_mlp_gate = text_mod.unbind(1)
 
         image_out, text_out = self.attn(
-            modulate(image, image_mod[0], image_mod[1], image_lengths),
-            modulate(text, text_mod[0], text_mod[1], text_lengths),
+            streams.next_image(image_shift, image_scale, layout),
+            streams.next_text(text_shift, text_scale, layout),
             layout,
             rotary,
         )
-        add_gated(image, image_out, image_mod[2], image_lengths)
-        add_gated(text, text_out, text_mod[2], text_lengths)
+        streams.image_update, streams.text_update = (image_out, image_gate), (text_out, text_gate)
 
-        image_out = self.img_mlp(modulate(image, image_mod[3], image_mod[4], image_lengths))
-        text_out = self.txt_mlp(modulate(text, text_mod[3], text_mod[4], text_lengths))
-        add_gated(image, image_out, image_mod[5], image_lengths)
-        add_gated(text, text_out, text_mod[5], text_lengths)
-        return image, text
+        image_out = self.img_mlp(streams.next_image(image_mlp_shift, image_mlp_scale, layout))
+        text_out = self.txt_mlp(streams.next_text(text_mlp_shift, text_mlp_scale, layout))
+        streams.image_update, streams.text_update = (image_out, image_mlp_gate), (text_out, text_mlp_gate)
 
 
 class JointAttention(nn.Module):
@@ -167,40 +205,24 @@ class JointAttention(nn.Module):
     def __init__(self, config: QwenImageConfig, attention: VarlenAttention) -> None:
         super().__init__()
         dim, head_dim = config.inner_dim, config.attention_head_dim
-        self.head_dim = head_dim
+        self.heads, self.head_dim = config.num_attention_heads, head_dim
         self.attention = attention
-        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
-        self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(dim, dim) for _ in range(3))
+        self.to_qkv, self.add_qkv = nn.Linear(dim, 3 * dim), nn.Linear(dim, 3 * dim)
         self.norm_q, self.norm_k = (nn.RMSNorm(head_dim, eps=EPS) for _ in range(2))
         self.norm_added_q, self.norm_added_k = (nn.RMSNorm(head_dim, eps=EPS) for _ in range(2))
-        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        self.to_out = nn.Sequential(nn.Linear(dim, dim))
         self.to_add_out = nn.Linear(dim, dim)
 
     def forward(self, image: Tensor, text: Tensor, layout: Layout, rotary: PackedRotary) -> tuple[Tensor, Tensor]:
         """[S, D] and [L, D] → the streams' attention outputs in the same shapes."""
-        q = self._join(
-            apply_rotary(self.norm_added_q(self._heads(self.add_q_proj(text))), rotary.text),
-            apply_rotary(self.norm_q(self._heads(self.to_q(image))), rotary.image),
-            layout,
+        joint = image.new_empty((3, layout.tokens, self.heads, self.head_dim))
+        q, k, v = joint.unbind(0)
+        write_heads(self.to_qkv(image), self.norm_q.weight, self.norm_k.weight, rotary.image, layout.image, (q, k, v))
+        write_heads(
+            self.add_qkv(text), self.norm_added_q.weight, self.norm_added_k.weight, rotary.text, layout.text, (q, k, v)
         )
-        k = self._join(
-            apply_rotary(self.norm_added_k(self._heads(self.add_k_proj(text))), rotary.text),
-            apply_rotary(self.norm_k(self._heads(self.to_k(image))), rotary.image),
-            layout,
-        )
-        v = self._join(self._heads(self.add_v_proj(text)), self._heads(self.to_v(image)), layout)
         out = self.attention(q, k, v, layout).flatten(1)
-        return self.to_out[0](out[layout.image_slots]), self.to_add_out(out[layout.text_slots])
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-    @staticmethod
-    def _join(text: Tensor, image: Tensor, layout: Layout) -> Tensor:
-        joint = torch.empty((layout.tokens, *image.shape[1:]), dtype=image.dtype, device=image.device)
-        joint[layout.text_slots] = text
-        joint[layout.image_slots] = image
-        return joint
+        return self.to_out(out[layout.image.slots]), self.to_add_out(out[layout.text.slots])
 
 
 class FeedForward(nn.Module):
@@ -208,11 +230,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.net = nn.ModuleList([nn.Sequential(), nn.Identity(), nn.Linear(4 * dim, dim)])
-        self.net[0].add_module("proj", nn.Linear(dim, 4 * dim))
+        self.net = nn.Sequential(named("proj", nn.Linear(dim, 4 * dim)), nn.Identity(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](F.gelu(self.net[0](x), approximate="tanh"))
+        return self.net[2](
+            linear_gelu(x, self.net.get_parameter("0.proj.weight"), self.net.get_parameter("0.proj.bias"))
+        )
 
 
 class TimestepEmbedder(nn.Module):
@@ -220,41 +243,20 @@ class TimestepEmbedder(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.timestep_embedder = nn.ModuleDict({"linear_1": nn.Linear(256, dim), "linear_2": nn.Linear(dim, dim)})
+        self.timestep_embedder = nn.Sequential()
+        self.timestep_embedder.add_module("linear_1", nn.Linear(256, dim))
+        self.timestep_embedder.add_module("silu", nn.SiLU())
+        self.timestep_embedder.add_module("linear_2", nn.Linear(dim, dim))
 
-    def forward(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
-        """``timestep`` [R] in 0 … 1 → [R, dim]. The sinusoid is fp32 (cosines first, scale 1000)."""
+    def forward(self, timestep: Tensor) -> Tensor:
+        """``timestep`` [n] in 0 … 1 → [n, dim]. The sinusoid is fp32 (cosines first, scale 1000)."""
         exponents = torch.arange(128, dtype=torch.float32, device=timestep.device) * (-math.log(10000) / 128)
         angles = 1000 * (timestep[:, None].float() * exponents.exp())
-        sinusoid = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
-        embedder = self.timestep_embedder
-        return embedder["linear_2"](F.silu(embedder["linear_1"](sinusoid)))
+        return self.timestep_embedder(torch.cat((angles.cos(), angles.sin()), dim=-1).to(timestep.dtype))
 
 
-class OutputNorm(nn.Module):
-    """The last modulated norm. Note the order: scale, then shift; the blocks have shift first."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, 2 * dim)
-
-    def forward(self, image: Tensor, temb: Tensor, layout: Layout) -> Tensor:
-        scale, shift = self.linear(temb).chunk(2, dim=-1)
-        return modulate(image, shift, scale, layout.image_lengths)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, lengths: list[int]) -> Tensor:
-    """LayerNorm(x) · (1 + scale) + shift with one shift and scale [R, D] a row; x is [tokens, D], rows of ``lengths``.
-
-    Works on views of the rows: no per-token copy of the modulation exists.
-    """
-    normed = F.layer_norm(x, (x.shape[-1],), eps=EPS)
-    for part, row_shift, row_scale in zip(normed.split(lengths), shift, 1 + scale, strict=True):
-        part.mul_(row_scale).add_(row_shift)
-    return normed
-
-
-def add_gated(x: Tensor, update: Tensor, gate: Tensor, lengths: list[int]) -> None:
-    """x += gate · update in place, with one gate [R, D] a row."""
-    for part, row_update, row_gate in zip(x.split(lengths), update.split(lengths), gate, strict=True):
-        part.addcmul_(row_update, row_gate)
+def named(name: str, module: nn.Module) -> nn.Sequential:
+    """``module`` under the name that diffusers gives it."""
+    parent = nn.Sequential()
+    parent.add_module(name, module)
+    return parent

@@ -17,6 +17,15 @@ _STORED = ("F32", "BF16", "F16")  # a quantised dtype would need scales that thi
 _NAMED = 10  # how many keys an error spells out before it only counts
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Where a stored tensor goes: it is part ``index`` of ``count``, stacked in the first dimension, of ``name``."""
+
+    name: str
+    index: int
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What one ``load_into`` put on the device. ``bytes`` is the memory the weights take there."""
@@ -41,13 +50,13 @@ def load_into(
     directory: Path,
     device: torch.device,
     dtype: torch.dtype,
-    rename: Callable[[str], str | None] | None = None,
+    rename: Callable[[str], str | Part | None] | None = None,
 ) -> LoadReport:
     """Give ``module``, built on the meta device, the weights of ``directory``'s safetensors files.
 
     Each tensor goes from the file to ``device`` and to ``dtype`` and becomes the module's own: no more than one tensor
     exists twice at any time. The files' headers are checked in full before the first weight is read. ``rename`` turns a
-    stored name into the module's, or into None for a weight that is left in the file on purpose.
+    stored name into the module's (or a ``Part`` of it), or into None for a weight that is left in the file on purpose.
 
     Raises:
         CheckpointError: naming missing and unexpected keys, wrong shapes, dtypes or an unreadable file.
@@ -57,22 +66,26 @@ def load_into(
     stored = _scan(find_weights(directory), rename)
     _compare(directory, expected, stored)
 
-    by_file: dict[Path, list[tuple[str, str]]] = {}
-    for name, (file, key, _shape) in stored.items():
-        by_file.setdefault(file, []).append((name, key))
-    for file, names in by_file.items():
+    by_file: dict[Path, list[tuple[Part, str]]] = {}
+    for part, (file, key, _shape) in stored.items():
+        by_file.setdefault(file, []).append((part, key))
+    for file, parts in by_file.items():
         with safe_open(file, framework="pt", device=str(device)) as tensors:
-            for name, key in names:
-                # On the CPU the tensor is a view of the mapped file, which may be replaced while it is served: copy it.
-                tensor = tensors.get_tensor(key).to(dtype=dtype, copy=device.type == "cpu")
-                _assign(module, name, tensor)
+            for part, key in parts:
+                tensor = tensors.get_tensor(key)
+                if part.count > 1:
+                    _assign_part(module, part, tensor, device, dtype)
+                else:
+                    # On the CPU the tensor is a view of the mapped file, which may be replaced in service: copy it.
+                    _assign(module, part.name, tensor.to(dtype=dtype, copy=device.type == "cpu"))
 
     left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
         raise RuntimeError(
             f"no checkpoint holds {', '.join(left)} of {type(module).__name__}: build it off the meta device"
         )
-    loaded = [tensor for name, tensor in module.state_dict().items() if name in stored]
+    names = {part.name for part in stored}
+    loaded = [tensor for name, tensor in module.state_dict().items() if name in names]
     return LoadReport(
         directory=directory,
         device=device,
@@ -84,11 +97,12 @@ def load_into(
     )
 
 
-def _scan(
-    files: Iterable[Path], rename: Callable[[str], str | None] | None
-) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Module name → (file, stored name, shape), from the headers alone."""
-    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+_Stored = dict[Part, tuple[Path, str, tuple[int, ...]]]
+
+
+def _scan(files: Iterable[Path], rename: Callable[[str], str | Part | None] | None) -> _Stored:
+    """Part of the module → (file, stored name, shape), from the headers alone."""
+    found: _Stored = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -96,32 +110,37 @@ def _scan(
                     name = rename(key) if rename else key
                     if name is None:
                         continue
-                    if name in found:
-                        raise CheckpointError(f"{file}: {key}: the same weight is also in {found[name][0].name}")
+                    part = name if isinstance(name, Part) else Part(name, 0, 1)
+                    if part in found:
+                        raise CheckpointError(f"{file}: {key}: the same weight is also in {found[part][0].name}")
                     header = tensors.get_slice(key)
                     if header.get_dtype() not in _STORED:
                         raise CheckpointError(
                             f"{file}: {key}: stored as {header.get_dtype()}; must be {' or '.join(_STORED)}"
                         )
-                    found[name] = (file, key, tuple(header.get_shape()))
+                    found[part] = (file, key, tuple(header.get_shape()))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not a readable safetensors file: {error}") from None
     return found
 
 
-def _compare(
-    directory: Path, expected: dict[str, torch.Tensor], stored: dict[str, tuple[Path, str, tuple[int, ...]]]
-) -> None:
+def _compare(directory: Path, expected: dict[str, torch.Tensor], stored: _Stored) -> None:
     problems = []
-    if missing := [name for name in expected if name not in stored]:
+    present = {part.name for part in stored}
+    missing = [name for name in expected if name not in present]
+    for part in sorted({Part(p.name, i, p.count) for p in stored for i in range(p.count)} - set(stored)):
+        missing.append(f"part {part.index + 1} of {part.count} of {part.name}")
+    if missing:
         problems.append(f"missing: {_some(missing)}")
-    if unexpected := [key for name, (_file, key, _shape) in stored.items() if name not in expected]:
+    if unexpected := [key for part, (_file, key, _shape) in stored.items() if part.name not in expected]:
         problems.append(f"unexpected: {_some(unexpected)}")
-    shapes = [
-        f"{key} is {list(shape)}, must be {list(expected[name].shape)}"
-        for name, (_file, key, shape) in stored.items()
-        if name in expected and shape != tuple(expected[name].shape)
-    ]
+    shapes = []
+    for part, (_file, key, shape) in stored.items():
+        if part.name in expected:
+            first, *rest = expected[part.name].shape
+            wanted = (first // part.count, *rest)
+            if shape != wanted:
+                shapes.append(f"{key} is {list(shape)}, must be {list(wanted)}")
     if shapes:
         problems.append(f"wrong shape: {_some(shapes)}")
     if problems:
@@ -140,3 +159,12 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[leaf] = tensor
+
+
+def _assign_part(module: nn.Module, part: Part, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """Copy ``tensor`` into its share of a parameter that is allocated with its first part."""
+    whole = module.get_parameter(part.name)
+    if whole.is_meta:
+        _assign(module, part.name, torch.empty(whole.shape, dtype=dtype, device=device))
+        whole = module.get_parameter(part.name)
+    whole.data.chunk(part.count)[part.index].copy_(tensor)

@@ -41,21 +41,27 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """The text or the image tokens of a pack, one row's after the other's: n tokens of R rows."""
+
+    lengths: list[int]  # one a row
+    rows: Tensor  # int64 [n]: row of each token
+    slots: Tensor  # int64 [n]: place of each token in the flat order
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of R rows sit: T tokens in all, L of them text, S of them image.
+    """Where the tokens of R rows sit: T in all, L of them text, S of them image.
 
     Lengths are host integers, so no kernel call has to read the device.
     """
 
     rows: tuple[Row, ...]
-    text_lengths: list[int]
-    image_lengths: list[int]
     lengths: list[int]
     max_seqlen: int
     cu_seqlens: Tensor  # int32 [R+1]
-    text_slots: Tensor  # int64 [L]: place of each text token in the flat order
-    image_slots: Tensor  # int64 [S]: place of each image token in the flat order
-    text_rows: Tensor  # int64 [L]: row of each text token
+    text: Stream
+    image: Stream
     text_offsets: Tensor  # int64 [L]: place of each text token in its row's text
     image_grids: Tensor  # int64 [S]: index of each image token's grid among all grids of the pack
     image_offsets: Tensor  # int64 [S]: place of each image token in its grid, row-major
@@ -72,33 +78,30 @@ def build_layout(rows: Sequence[Row], device: torch.device) -> Layout:
     text_lengths = [row.text_tokens for row in rows]
     image_lengths = [row.image_tokens for row in rows]
     lengths = [row.tokens for row in rows]
-    grid_lengths = [height * width for row in rows for height, width in row.grids]
-
-    row_starts = _starts(lengths)
-    text_starts = _starts(text_lengths)
-    image_starts = _starts(image_lengths)
-    image_shifts = [
-        row + text - image for row, text, image in zip(row_starts, text_lengths, image_starts, strict=False)
-    ]
-    text_shifts = [row - text for row, text in zip(row_starts, text_starts, strict=False)]
+    row_starts, text_starts, image_starts = _starts(lengths), _starts(text_lengths), _starts(image_lengths)
+    # What turns a place in one stream into a place in the flat order, row by row.
+    text_shifts = [row_starts[r] - text_starts[r] for r in range(len(rows))]
+    image_shifts = [row_starts[r] + text_lengths[r] - image_starts[r] for r in range(len(rows))]
 
     text_rows, text_offsets = _expand(text_lengths, device)
     image_rows, _ = _expand(image_lengths, device)
-    image_grids, image_offsets = _expand(grid_lengths, device)
+    image_grids, image_offsets = _expand([height * width for row in rows for height, width in row.grids], device)
     return Layout(
         rows=tuple(rows),
-        text_lengths=text_lengths,
-        image_lengths=image_lengths,
         lengths=lengths,
         max_seqlen=max(lengths),
         cu_seqlens=torch.tensor(row_starts, dtype=torch.int32).to(device, non_blocking=True),
-        text_slots=torch.arange(sum(text_lengths), device=device) + _upload(text_shifts, device)[text_rows],
-        image_slots=torch.arange(sum(image_lengths), device=device) + _upload(image_shifts, device)[image_rows],
-        text_rows=text_rows,
+        text=_stream(text_lengths, text_rows, text_shifts),
+        image=_stream(image_lengths, image_rows, image_shifts),
         text_offsets=text_offsets,
         image_grids=image_grids,
         image_offsets=image_offsets,
     )
+
+
+def _stream(lengths: list[int], rows: Tensor, shifts: list[int]) -> Stream:
+    slots = torch.arange(sum(lengths), device=rows.device) + _upload(shifts, rows.device)[rows]
+    return Stream(lengths, rows, slots)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

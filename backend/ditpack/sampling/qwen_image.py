@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from ditpack.errors import InvalidRequest
+from ditpack.models.modulation import ModulationTable
 from ditpack.models.qwen_image import MAX_POSITION, PackedRotary, QwenImageTransformer, text_start
 from ditpack.packing.layout import Layout, Row, build_layout
 from ditpack.request import ImageRequest
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.guidance import true_cfg
 from ditpack.sampling.latents import seeded_noise, unpack_latents
+
+# Timesteps whose modulation is kept: all that bfloat16 tells apart between 20 and 1000; 3.4 GB for the 20 B model.
+_MODULATION_CAPACITY = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Pack:
     latents: Tensor  # fp32 [ΣS, in_channels], each member once
     guided_tokens: int  # how many of those tokens, from the front, have an unconditional row too
     scales: Tensor  # fp32 [guided_tokens, 1]
-    timesteps: Tensor  # [K, rows], the model's dtype
+    modulation_slots: Tensor  # int64 [K, rows]: where the sampler's table holds each row's modulation
     sigma_steps: Tensor  # fp32 [K, members]: sigma(next) - sigma
     token_members: Tensor  # int64 [ΣS]: the member of every latent token
     next: int = 0  # the table row that the next step reads
@@ -69,7 +73,7 @@ class Pack:
     @property
     def steps_left(self) -> int:
         """How many steps this pack can take before it has to be built anew."""
-        return len(self.timesteps) - self.next
+        return len(self.modulation_slots) - self.next
 
 
 class QwenImageSampler:
@@ -89,6 +93,7 @@ class QwenImageSampler:
         self.pixels_per_patch = pixels_per_patch
         parameter = next(transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._modulation = ModulationTable(transformer.modulation, self.device, self.dtype, _MODULATION_CAPACITY)
         self._previous_step: torch.cuda.Event | None = None
 
     def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
@@ -136,11 +141,12 @@ class QwenImageSampler:
         ordered = guided + [member for member in members if len(member.rows) == 1]
         branches = [(member, 0) for member in ordered] + [(member, 1) for member in guided]
         layout = build_layout([member.rows[branch] for member, branch in branches], self.device)
-        steps = min(member.steps_left for member in ordered)
+        steps = min(_MODULATION_CAPACITY // len(ordered), *(member.steps_left for member in ordered))
         ahead = [member.sigmas[member.step : member.step + steps + 1] for member in ordered]
         sigmas = torch.tensor(ahead, dtype=torch.float32).T  # [K + 1, members]
         # As the reference: the scheduler's timestep in the model's dtype, and only then divided.
         timesteps = (sigmas[:-1] * self.schedule.num_train_timesteps).to(self.dtype) / self.schedule.num_train_timesteps
+        slots = torch.tensor(self._modulation.slots(timesteps.flatten().tolist())).view(timesteps.shape)
         latent_lengths = torch.tensor([len(member.latents) for member in ordered])
         scales = torch.tensor([member.request.true_cfg_scale for member in guided], dtype=torch.float32)
         return Pack(
@@ -151,7 +157,7 @@ class QwenImageSampler:
             latents=torch.cat([member.latents for member in ordered]),
             guided_tokens=int(latent_lengths[: len(guided)].sum()),
             scales=scales.repeat_interleave(latent_lengths[: len(guided)]).unsqueeze(1).to(self.device),
-            timesteps=torch.cat((timesteps, timesteps[:, : len(guided)]), dim=1).to(self.device),
+            modulation_slots=torch.cat((slots, slots[:, : len(guided)]), dim=1).to(self.device),
             sigma_steps=sigmas.diff(dim=0).to(self.device),
             token_members=torch.arange(len(ordered)).repeat_interleave(latent_lengths).to(self.device),
         )
@@ -161,8 +167,9 @@ class QwenImageSampler:
         """Advance every member by one step, all or none: if this raises, nobody has moved."""
         total, guided = len(pack.latents), pack.guided_tokens
         image = pack.latents.to(self.dtype)
+        modulation = self._modulation.rows(pack.modulation_slots[pack.next])
         velocity = self.transformer(
-            torch.cat((image, image[:guided])), pack.text, pack.timesteps[pack.next], pack.layout, pack.rotary
+            torch.cat((image, image[:guided])), pack.text, modulation, pack.layout, pack.rotary
         ).float()
         if guided:
             combined = true_cfg(velocity[:guided], velocity[total:], pack.scales)

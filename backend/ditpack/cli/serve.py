@@ -1,0 +1,121 @@
+"""``ditpack serve``: a running server in the foreground."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from ditpack.tritonserver.launch import TritonServer
+from ditpack.tritonserver.launch.server import CACHE_BYTES, EXIT_TIMEOUT, READY_TIMEOUT
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PROMPT = "a red apple on a blue background"
+
+
+def serve(
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="A diffusers-layout directory; without it $DITPACK_CHECKPOINT, else the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    model_repository: Annotated[
+        Path | None, typer.Option(help="What Triton loads, instead of ditpack's own repository.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 picks a free port, here and below.")] = 8000,
+    grpc_port: Annotated[int, typer.Option()] = 8001,
+    metrics_port: Annotated[int, typer.Option()] = 8002,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Append tritonserver's log to this file; without it a temporary one.", show_default=False),
+    ] = None,
+    tritonserver: Annotated[
+        Path | None,
+        typer.Option(
+            help="The binary; without it $DITPACK_TRITONSERVER, PATH, /opt/tritonserver, the embedded one.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_mb: Annotated[int, typer.Option(min=0, help="Response cache for encoded prompts, in MiB; 0 = none.")] = (
+        CACHE_BYTES // 2**20
+    ),
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds that loading may take.")] = READY_TIMEOUT,
+    exit_timeout: Annotated[
+        int, typer.Option(min=1, help="Seconds that images in flight get to finish when the server is stopped.")
+    ] = EXIT_TIMEOUT,
+) -> None:
+    """Start tritonserver on a checkpoint and keep it running until Ctrl-C.
+
+    One Ctrl-C lets the images in flight finish; a second one ends it at once.
+    """
+    began = time.monotonic()
+    server = TritonServer(
+        model_repository,
+        checkpoint,
+        host,
+        http_port,
+        grpc_port,
+        metrics_port,
+        log,
+        tritonserver=tritonserver,
+        cache_bytes=cache_mb * 2**20,
+        exit_timeout=exit_timeout,
+    )
+    for number in _STOPPING:
+        signal.signal(number, _stop)
+    try:
+        server.start()
+        print(f"Starting tritonserver (process {server.pid}, log {server.log}) …", flush=True)
+        server.wait_ready(ready_timeout)
+        print(_how_to_call(server, time.monotonic() - began), flush=True)
+        server.wait()
+    except _Stop as stop:
+        print(f"{signal.Signals(stop.number).name}: finishing what is in flight; once more ends it now …", flush=True)
+        try:
+            server.stop()
+        except _Stop:
+            server.kill()
+        print("Stopped.", flush=True)
+    finally:
+        for number in _STOPPING:
+            signal.signal(number, signal.SIG_IGN)  # the rest is short, and must not be left half done
+        server.stop(timeout=0)
+
+
+class _Stop(BaseException):
+    """A signal asked ditpack to end; like KeyboardInterrupt, for all of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stop(number)
+
+
+def _how_to_call(server: TritonServer, seconds: float) -> str:
+    lines = [
+        f"Ready after {seconds:.1f} s: {', '.join(server.models)}",
+        f"  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}",
+    ]
+    if "qwen_image" in server.models:
+        url = "" if server.http_port == 8000 else f" --url {server.http_url}"
+        decode = "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)['IMAGE']))"
+        lines += [
+            "Ask for an image:",
+            f'  ditpack generate "{_PROMPT}" -o apple.png{url}',
+            "or, from anywhere:",
+            f"  curl -s {server.http_url}/v2/models/qwen_image/generate \\",
+            f"""    -d '{{"PROMPT": "{_PROMPT}", "RESPONSE_FORMAT": "b64_json"}}' \\""",
+            f'    | python3 -c "{decode}" > apple.png',
+        ]
+    return "\n".join([*lines, f"Ctrl-C stops it (process {os.getpid()})."])

@@ -1,0 +1,131 @@
+"""Triton-language kernels for the pointwise passes of ``models.ops``: one program a token, fp32 inside.
+
+Rows are looked up in the kernel, so modulation is never copied per token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditpack.models.rotary import Rotary
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+if _INSTALLED:
+    import triton
+    import triton.language as tl
+else:  # a CPU-only install: the decorators below must still be readable
+
+    class _Absent:
+        constexpr: Any = None
+
+        def jit(self, function: Any) -> Any:
+            return function
+
+    triton = tl = _Absent()
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels can run on ``x``."""
+    return _INSTALLED and x.is_cuda
+
+
+@triton.jit
+def _modulate_kernel(
+    x, update, gate, shift, scale, rows, out,
+    gate_stride, shift_stride, scale_stride,
+    width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + token)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = token * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        gated = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value += gated * tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
+        # The sum is kept rounded, and what follows sees the rounded value, as separate passes would.
+        value = value.to(x.dtype.element_ty)
+        tl.store(x + at, value, mask=inside)
+        value = value.to(tl.float32)
+    mean = tl.sum(value, axis=0) / width
+    centred = tl.where(inside, value - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / width
+    normed = centred * tl.rsqrt(variance + eps)
+    factor = 1 + tl.load(scale + row * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(shift + row * shift_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    """See ``ops.modulate``. ``shift`` and ``scale`` may be strided in their first dimension."""
+    out = torch.empty_like(x)
+    _launch_modulate(x, x, shift, shift, scale, rows, out, add=False)
+    return out
+
+
+def add_modulate(x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    """See ``ops.add_modulate``."""
+    out = torch.empty_like(x)
+    _launch_modulate(x, update, gate, shift, scale, rows, out, add=True)
+    return out
+
+
+def _launch_modulate(
+    x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, rows: Tensor, out: Tensor, add: bool
+) -> None:
+    tokens, width = x.shape
+    _modulate_kernel[(tokens,)](
+        x, update, gate, shift, scale, rows, out,
+        gate.stride(0), shift.stride(0), scale.stride(0),
+        width, 1e-6,
+        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_heads_kernel(
+    qkv, norm_q, norm_k, cos, sin, slots, q, k, v,
+    heads, eps,
+    HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    half = tl.arange(0, HEAD_DIM // 2)
+    inside = (head < heads) & (dim < HEAD_DIM)
+    at = head * HEAD_DIM + dim
+    source = qkv + token * heads * HEAD_DIM * 3
+    target = slot * heads * HEAD_DIM
+    c = tl.load(cos + token * (HEAD_DIM // 2) + half)[None, :]
+    s = tl.load(sin + token * (HEAD_DIM // 2) + half)[None, :]
+    for part in tl.static_range(2):
+        norm = norm_q if part == 0 else norm_k
+        out = q if part == 0 else k
+        x = tl.load(source + part * heads * HEAD_DIM + at, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None] * tl.load(norm + dim).to(tl.float32)
+        # Rounded once here, because the reference norms into the model's dtype before it rotates in fp32.
+        x = x.to(q.dtype.element_ty).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, (HEADS, HEAD_DIM // 2, 2)))
+        rotated = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (HEADS, HEAD_DIM))
+        tl.store(out + target + at, rotated.to(q.dtype.element_ty), mask=inside)
+    tl.store(v + target + at, tl.load(source + 2 * heads * HEAD_DIM + at, mask=inside), mask=inside)
+
+
+def write_heads(
+    qkv: Tensor, norm_q: Tensor, norm_k: Tensor, rotary: Rotary, slots: Tensor, joint: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """See ``ops.write_heads``. The head size must be a power of two."""
+    heads, head_dim = joint[0].shape[1:]
+    _write_heads_kernel[(qkv.shape[0],)](
+        qkv, norm_q, norm_k, rotary.cos, rotary.sin, slots, *joint,
+        heads, 1e-6,
+        HEAD_DIM=head_dim, HEADS=triton.next_power_of_2(heads), num_warps=8 if heads * head_dim > 1024 else 4,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""The pointwise passes of a packed block, each one trip through memory on a GPU.
+
+The functions here are the definition, in plain torch; on CUDA they hand over to the kernels of ``models.kernels``,
+which the GPU tests hold against them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ditpack.models import kernels
+from ditpack.models.rotary import Rotary, apply_rotary
+from ditpack.packing.layout import Stream
+
+EPS = 1e-6
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, stream: Stream) -> Tensor:
+    """LayerNorm(x) · (1 + scale) + shift, with one shift and one scale [R, D] a row; x is the stream's [n, D]."""
+    if kernels.usable(x):
+        return kernels.modulate(x, shift, scale, stream.rows)
+    normed = F.layer_norm(x, (x.shape[-1],), eps=EPS)
+    # On views of the rows: no per-token copy of the modulation exists.
+    for part, row_shift, row_scale in zip(normed.split(stream.lengths), shift, 1 + scale, strict=True):
+        part.mul_(row_scale).add_(row_shift)
+    return normed
+
+
+def add_modulate(x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, stream: Stream) -> Tensor:
+    """x += gate · update in place, then ``modulate(x, shift, scale)``; ``gate`` is [R, D] too."""
+    if kernels.usable(x):
+        return kernels.add_modulate(x, update, gate, shift, scale, stream.rows)
+    for part, row_update, row_gate in zip(x.split(stream.lengths), update.split(stream.lengths), gate, strict=True):
+        part.addcmul_(row_update, row_gate)
+    return modulate(x, shift, scale, stream)
+
+
+def write_heads(
+    qkv: Tensor, norm_q: Tensor, norm_k: Tensor, rotary: Rotary, stream: Stream, joint: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Norm and rotate a stream's queries and keys, and write them and the values to their places in the flat order.
+
+    Args:
+        qkv: [n, 3 · heads · head_dim], queries, keys, values.
+        norm_q, norm_k: [head_dim], the weights of the RMS norms over each head.
+        joint: q, k and v of the whole pack, [T, heads, head_dim] each; written at ``stream.slots``.
+    """
+    if kernels.usable(qkv):
+        kernels.write_heads(qkv, norm_q, norm_k, rotary, stream.slots, joint)
+        return
+    head_dim = norm_q.shape[0]
+    q, k, v = qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
+    joint[0][stream.slots] = apply_rotary(F.rms_norm(q, (head_dim,), norm_q, EPS), rotary)
+    joint[1][stream.slots] = apply_rotary(F.rms_norm(k, (head_dim,), norm_k, EPS), rotary)
+    joint[2][stream.slots] = v
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU (tanh) of a linear layer; on CUDA in the matrix multiplication's epilogue."""
+    if x.is_cuda:
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")

@@ -1,0 +1,192 @@
+"""``dit``: admits requests to the engine and returns; the engine's delivery thread answers them one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from ditpack.errors import Cancelled, DitpackError, InvalidRequest, Unavailable
+from ditpack.request import ImageRequest, Limits, resolve_json
+from ditpack.tritonserver.isolation import check_deadline
+from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.metrics import StepMetrics
+from ditpack.tritonserver.outcomes import Outcomes
+from ditpack.tritonserver.parameters import DitSettings, Instance, ParameterError
+from ditpack.tritonserver.responder import Responder
+from ditpack.tritonserver.tensors import Array, Outputs, read_array, read_bytes, text
+
+if TYPE_CHECKING:
+    from ditpack.engine.engine import Engine
+    from ditpack.engine.job import Job, Result
+    from ditpack.sampling.qwen_image import Conditioning
+
+_LOOK_AROUND_S = 0.5  # while the engine is full: how often those behind the first are checked for deadline and cancel
+_DRAIN_S = 20.0  # for what is in flight when the model is unloaded; tritonserver's --exit-timeout-secs must exceed it
+
+
+class DitDoor:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        admission_timeout_s: float,
+        outputs: Outputs,
+        outcomes: Outcomes,
+        metrics: StepMetrics,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._admission_timeout_s = admission_timeout_s
+        self._outputs = outputs
+        self._outcomes = outcomes
+        self._metrics = metrics
+
+    @classmethod
+    def load(cls, args: Mapping[str, str]) -> DitDoor:
+        """Load the transformer of the configured checkpoint onto the instance's device and start its engine.
+
+        Raises:
+            ParameterError, CheckpointError: it cannot be served as configured.
+        """
+        route_logs()
+        instance = Instance.from_args(args)
+        settings = instance.settings(DitSettings)
+        device, dtype = instance.torch_target(settings.dtype)
+
+        from ditpack.engine.engine import Engine
+        from ditpack.models.checkpoint import open_checkpoint
+        from ditpack.models.families import load_sampler
+
+        checkpoint = open_checkpoint(settings.checkpoint)
+        limits = checkpoint.limits(settings.max_pixels)
+        try:
+            sampler = load_sampler(checkpoint, device, dtype, settings.attention)
+        except ValueError as error:
+            raise ParameterError(instance.model, "attention", settings.attention, str(error)) from error
+        metrics = StepMetrics(instance.name)
+        engine = Engine(
+            sampler,
+            token_budget=settings.token_budget,
+            waiting_room=settings.waiting_room,
+            on_step=metrics.step,
+        )
+        outputs = Outputs(instance.config)
+        return cls(engine, limits, settings.admission_timeout_s, outputs, Outcomes(instance.model), metrics)
+
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
+        """Read all requests, refuse the bad ones at once, then admit the rest in order.
+
+        Blocks while the engine's waiting room is full, at most ``admission_timeout_s``, so that the excess queues in
+        Triton, where priorities, time-outs and the pending-requests metric apply.
+        """
+        arrived_ns = time.monotonic_ns()
+        admission_ends = time.monotonic() + self._admission_timeout_s
+        waiting: deque[tuple[Job, Responder]] = deque()
+        for request in requests:
+            responder = Responder(request, self._outcomes)
+            try:
+                waiting.append((self._job(request, responder, arrived_ns), responder))
+            except Exception as error:  # whatever it was, it is this request's answer
+                responder.fail(error)
+        while waiting:
+            job, responder = waiting[0]
+            try:
+                admitted = self._admit(job, admission_ends)
+            except Exception as error:  # as above
+                responder.fail(error)
+                admitted = True
+            if admitted:
+                waiting.popleft()
+            else:
+                waiting = deque(entry for entry in waiting if not _stopped(*entry))
+
+    def finalize(self) -> None:
+        """Finish what is in flight for a bounded time, fail the rest, end the engine's threads."""
+        self._engine.close(_DRAIN_S)
+
+    def _job(self, request: pb_utils.InferenceRequest, responder: Responder, arrived_ns: int) -> Job:
+        from ditpack.engine.job import Job
+
+        resolved = resolve_json(read_bytes(request, "REQUEST"), self._limits)
+        check_deadline(resolved, "denoising")
+        requested = request.requested_output_names()
+        encode_ms = max(0, arrived_ns - resolved.accepted_ns) / 1e6
+
+        def deliver(result: Result | DitpackError) -> None:
+            try:
+                if isinstance(result, DitpackError):
+                    raise result
+                responder.send(self._response(resolved, result, encode_ms, requested))
+            except Exception as error:  # whatever it was, it is this request's answer
+                responder.fail(error)
+            finally:
+                self._metrics.load(self._engine.active_requests, self._engine.waiting_requests)
+
+        return Job(
+            request=resolved,
+            request_id=responder.request_id,
+            conditioning=_conditioning(request, resolved),
+            deliver=deliver,
+            is_cancelled=responder.is_cancelled,
+        )
+
+    def _admit(self, job: Job, admission_ends: float) -> bool:
+        """Submit ``job``; False when the engine is still full after a short wait and its time is not up."""
+        left = admission_ends - time.monotonic()
+        try:
+            self._engine.submit(job, max(0.0, min(left, _LOOK_AROUND_S)))
+        except Unavailable:
+            if not self._engine.healthy:
+                raise
+            if left > _LOOK_AROUND_S:
+                return False
+            raise Unavailable(f"the engine stayed full for {self._admission_timeout_s:g} s; try again later") from None
+        return True
+
+    def _response(
+        self, request: ImageRequest, result: Result, encode_ms: float, requested: Sequence[str]
+    ) -> pb_utils.InferenceResponse:
+        resolved = dataclasses.asdict(request)
+        del resolved["accepted_ns"]
+        info = {"request": resolved, "encode_ms": encode_ms, **result.info}
+        info = {name: round(value, 3) if isinstance(value, float) else value for name, value in info.items()}
+        values = {"LATENTS": result.latents.numpy(), "INFO": text(json.dumps(info))}
+        return self._outputs.response(values, requested)
+
+
+def _conditioning(request: pb_utils.InferenceRequest, resolved: ImageRequest) -> Conditioning:
+    import torch
+
+    from ditpack.sampling.qwen_image import Conditioning
+
+    prompt = torch.from_numpy(_embeds(request, "EMBEDS"))
+    negative = torch.from_numpy(_embeds(request, "NEGATIVE_EMBEDS")) if resolved.guided else None
+    return Conditioning(prompt, negative)
+
+
+def _embeds(request: pb_utils.InferenceRequest, name: str) -> Array:
+    """Input ``name``, fp32; the engine knows what shapes it may have."""
+    array = read_array(request, name)
+    if not np.isfinite(array).all():
+        bad = array[~np.isfinite(array)][0].item()
+        raise InvalidRequest(name, bad, "must be finite")
+    return array
+
+
+def _stopped(job: Job, responder: Responder) -> bool:
+    """Answer a request that gave up while it waited for admission; whether it did."""
+    try:
+        check_deadline(job.request, "denoising")
+        if responder.is_cancelled():
+            raise Cancelled("cancelled by the client before denoising began")
+    except Exception as error:  # whatever it was, it is this request's answer
+        responder.fail(error)
+        return True
+    return False

@@ -1,0 +1,25 @@
+"""Our errors on Triton's wire: one table, and nothing that tells a client about our files."""
+
+from __future__ import annotations
+
+import triton_python_backend_utils as pb_utils
+
+from ditpack.errors import DitpackError
+
+# DitpackError.code, also the name of Triton's code → the outcome's name in `ditpack_requests_total` and in the log.
+# Triton's own constants are looked up late: while model.py is imported, pb_utils does not have them yet.
+_OUTCOMES = {"INVALID_ARG": "invalid", "CANCELLED": "cancelled", "UNAVAILABLE": "unavailable", "INTERNAL": "failed"}
+OUTCOMES = ("ok", *_OUTCOMES.values())
+
+
+def triton_error(error: Exception) -> pb_utils.TritonError:
+    """What the client gets: our own errors with their message, anything else as INTERNAL with its type alone."""
+    if isinstance(error, DitpackError):
+        return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
+    message = f"internal error ({type(error).__name__}); the server's log has the details under this request's id"
+    return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
+
+
+def outcome(error: Exception) -> str:
+    """``invalid``, ``cancelled``, ``unavailable`` or ``failed``."""
+    return _OUTCOMES[error.code] if isinstance(error, DitpackError) else "failed"

@@ -1,0 +1,157 @@
+"""``config.pbtxt`` parameters as typed settings, and the device that Triton gave this instance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ditpack.errors import DitpackError
+
+if TYPE_CHECKING:
+    import torch
+
+S = TypeVar("S")
+
+_MOST_PIXELS = 2**26  # 8192 x 8192
+DEFAULT_TOKEN_BUDGET = 16384
+
+
+class ParameterError(DitpackError):
+    """A model cannot load as it is configured."""
+
+    def __init__(self, model: str, parameter: str, value: str, allowed: str) -> None:
+        super().__init__(f"model '{model}': parameter {parameter} = {value!r}: {allowed}")
+
+
+def _setting(default: Any, parse: Callable[[str], Any], allowed: str) -> Any:
+    """One parameter: ``parse`` turns its string into a value or raises ValueError; ``allowed`` says what it takes."""
+    return dataclasses.field(default=default, metadata={"parse": parse, "allowed": allowed})
+
+
+def _number(kind: type[int] | type[float], default: float, low: float, high: float, auto: bool = False) -> Any:
+    def parse(text: str) -> float:
+        if auto and text == "auto":
+            return default
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    what = "an integer" if kind is int else "a number"
+    return _setting(default, parse, f"must be {what} from {low} to {high}{', or auto' if auto else ''}")
+
+
+def _choice(*names: str) -> Any:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return _setting(names[0], parse, f"must be one of {', '.join(names)}")
+
+
+def _words(default: str) -> Any:
+    def parse(text: str) -> str:
+        if not text.strip():
+            raise ValueError(text)
+        return text.strip()
+
+    return _setting(default, parse, "must not be blank")
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSettings:
+    checkpoint: str = _words("auto")
+    max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
+    max_prompt_tokens: int = _number(int, 1024, 1, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoderSettings:
+    checkpoint: str = _words("auto")
+    dtype: str = _choice("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class DitSettings:
+    checkpoint: str = _words("auto")
+    dtype: str = _choice("auto", "bfloat16", "float32")
+    attention: str = _words("auto")  # the attention package knows the names and refuses others
+    max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
+    token_budget: int = _number(int, DEFAULT_TOKEN_BUDGET, 64, 2**22, auto=True)
+    waiting_room: int = _number(int, 16, 1, 4096)  # requests
+    admission_timeout_s: float = _number(float, 300.0, 0.1, 86400.0)
+
+
+@dataclass(frozen=True, slots=True)
+class VaeDecoderSettings:
+    checkpoint: str = _words("auto")
+    dtype: str = _choice("auto", "bfloat16", "float32")
+    max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One model instance, as Triton describes it to ``initialize``."""
+
+    model: str
+    name: str
+    device: str  # "cpu" or "cuda:<ordinal>"
+    config: Mapping[str, Any]
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, str]) -> Instance:
+        """Read ``initialize``'s arguments.
+
+        Raises:
+            ParameterError: the instance kind is one this model cannot run on.
+        """
+        kind = args["model_instance_kind"]
+        if kind not in ("CPU", "GPU"):
+            allowed = "must be KIND_AUTO, KIND_GPU or KIND_CPU"
+            raise ParameterError(args["model_name"], "instance_group.kind", f"KIND_{kind}", allowed)
+        return cls(
+            model=args["model_name"],
+            name=args["model_instance_name"],
+            device="cpu" if kind == "CPU" else f"cuda:{args['model_instance_device_id']}",
+            config=json.loads(args["model_config"]),
+        )
+
+    def settings(self, kind: type[S]) -> S:
+        """The model's parameters as ``kind``, one of the dataclasses above.
+
+        Raises:
+            ParameterError: naming the model, the parameter, its value and what is allowed.
+        """
+        known = {field.name: field.metadata for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        values = {}
+        for name, entry in self.config.get("parameters", {}).items():
+            text = entry["string_value"]
+            if name not in known:
+                raise ParameterError(self.model, name, text, f"unknown parameter; known are {', '.join(sorted(known))}")
+            try:
+                values[name] = known[name]["parse"](text)
+            except ValueError:
+                raise ParameterError(self.model, name, text, known[name]["allowed"]) from None
+        return kind(**values)
+
+    def torch_target(self, dtype: str) -> tuple[torch.device, torch.dtype]:
+        """The device and dtype to load on. Imports torch: the stub that only reads the config never gets here.
+
+        Raises:
+            ParameterError: Triton gave the instance a GPU that this PyTorch cannot use.
+        """
+        import torch
+
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                allowed = "this PyTorch cannot use the GPU; install a CUDA build of torch, or set KIND_CPU"
+                raise ParameterError(self.model, "instance_group.kind", "KIND_GPU", allowed)
+            torch.cuda.set_device(device)
+        if dtype == "auto":
+            dtype = "bfloat16" if device.type == "cuda" else "float32"
+        return device, {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]

@@ -1,0 +1,54 @@
+"""``text_encoder``: all prompts of one ``execute`` in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import triton_python_backend_utils as pb_utils
+
+from ditpack.tritonserver.isolation import answer_together
+from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.outcomes import Outcomes
+from ditpack.tritonserver.parameters import Instance, TextEncoderSettings
+from ditpack.tritonserver.tensors import Array, Outputs, read_array
+
+if TYPE_CHECKING:
+    from ditpack.models.text_encoder import TextEncoder
+
+
+class TextEncoderDoor:
+    def __init__(self, encoder: TextEncoder, outputs: Outputs, outcomes: Outcomes) -> None:
+        self._encoder = encoder
+        self._outputs = outputs
+        self._outcomes = outcomes
+
+    @classmethod
+    def load(cls, args: Mapping[str, str]) -> TextEncoderDoor:
+        """Load the text encoder of the configured checkpoint onto the instance's device.
+
+        Raises:
+            ParameterError, CheckpointError: it cannot be served as configured.
+        """
+        route_logs()
+        instance = Instance.from_args(args)
+        settings = instance.settings(TextEncoderSettings)
+        device, dtype = instance.torch_target(settings.dtype)
+
+        from ditpack.models.checkpoint import open_checkpoint
+        from ditpack.models.text_encoder import load_text_encoder
+
+        encoder = load_text_encoder(open_checkpoint(settings.checkpoint), device, dtype)
+        return cls(encoder, Outputs(instance.config), Outcomes(instance.model))
+
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
+        return answer_together(
+            requests,
+            self._outcomes,
+            read=lambda request: (read_array(request, "INPUT_IDS").tolist(), request.requested_output_names()),
+            run=lambda items: self._encoder.encode([input_ids for input_ids, _ in items]),
+            write=lambda item, embeds: self._respond(embeds.numpy(), item[1]),
+        )
+
+    def _respond(self, embeds: Array, requested: Sequence[str]) -> pb_utils.InferenceResponse:
+        return self._outputs.response({"EMBEDS": embeds}, requested)

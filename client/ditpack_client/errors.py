@@ -1,0 +1,108 @@
+"""What can go wrong, said once and plainly, whichever protocol carried it."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import re
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+from tritonclient.utils import InferenceServerException
+
+_HTTP_CODES = {"400": "INVALID_ARG", "404": "NOT_FOUND", "499": "CANCELLED", "501": "UNSUPPORTED", "503": "UNAVAILABLE"}
+_GRPC_CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "NOT_FOUND": "NOT_FOUND",
+    "CANCELLED": "CANCELLED",
+    "UNIMPLEMENTED": "UNSUPPORTED",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "DEADLINE_EXCEEDED": "TIMEOUT",
+}
+# Triton's HTTP front end answers 400 for CANCELLED as well; only the words tell them apart.
+_CANCELLED_WORDS = re.compile(r"cancelled by |DEADLINE_MS = \d+: the deadline passed")
+_TRITON_PREFIX = re.compile(r"^(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
+_NO_CONNECTION = re.compile(
+    r"failed to connect|connection refused|dns resolution failed|name resolution", re.IGNORECASE
+)
+_NOT_GRPC = re.compile(r"http1\.x server|http/?2", re.IGNORECASE)
+
+
+class GenerationError(Exception):
+    """An image was not made.
+
+    Attributes:
+        code: INVALID_ARG (the request is wrong; do not send it again), UNAVAILABLE (no server, or it is full or
+            stopping; a retry may help), CANCELLED (cancelled, or its own deadline passed), TIMEOUT (no answer within
+            the client's ``timeout``), NOT_FOUND (no such model), UNSUPPORTED or INTERNAL.
+        message: one plain sentence.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@contextmanager
+def plain_errors(server: str, timeout: float) -> Iterator[None]:
+    """Turn whatever a transport raises inside the block into a ``GenerationError``. ``server`` is "host:port"."""
+    try:
+        yield
+    except InferenceServerException as error:
+        raise _from_triton(error, server, timeout) from None
+    except TimeoutError:
+        raise _timed_out(server, timeout) from None
+    except (OSError, http.client.HTTPException, aiohttp.ClientError) as error:
+        raise _from_connection(error, server) from None
+
+
+def _from_triton(error: InferenceServerException, server: str, timeout: float) -> GenerationError:
+    status = str(error.status() or "").removeprefix("StatusCode.")
+    message = _TRITON_PREFIX.sub("", str(error.message() or "").strip()) or "the server gave no reason"
+    code = _HTTP_CODES.get(status) or _GRPC_CODES.get(status) or "INTERNAL"
+    if code == "TIMEOUT":
+        return _timed_out(server, timeout)
+    if code == "UNAVAILABLE" and _NOT_GRPC.search(message):
+        return _wrong_protocol(server, "gRPC", "HTTP")
+    if code == "UNAVAILABLE" and _NO_CONNECTION.search(message):
+        return _no_server(server)
+    if code == "UNAVAILABLE" and message == "Socket closed":
+        return _hung_up(server)
+    if status == "400" and _CANCELLED_WORDS.match(message):
+        code = "CANCELLED"
+    return GenerationError(code, message)
+
+
+def _from_connection(error: Exception, server: str) -> GenerationError:
+    number = getattr(error, "errno", None)
+    hung_up = http.client.RemoteDisconnected | aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError
+    if number in (errno.ECONNRESET, errno.EPIPE) or isinstance(error, hung_up | http.client.IncompleteRead):
+        return _hung_up(server)
+    if isinstance(error, http.client.HTTPException | aiohttp.ClientResponseError):
+        return _wrong_protocol(server, "HTTP", "gRPC")
+    if isinstance(error, ssl.SSLError | aiohttp.ClientSSLError):
+        return GenerationError("UNAVAILABLE", f"no TLS connection to {server}: {error}")
+    unreachable = number in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
+    if unreachable or isinstance(error, socket.gaierror | aiohttp.ClientConnectorError):
+        return _no_server(server)
+    return GenerationError("UNAVAILABLE", f"the connection to {server} failed: {error}")
+
+
+def _no_server(server: str) -> GenerationError:
+    return GenerationError("UNAVAILABLE", f"no server at {server}: start one with `ditpack serve`")
+
+
+def _hung_up(server: str) -> GenerationError:
+    return GenerationError("UNAVAILABLE", f"the server at {server} closed the connection before it answered")
+
+
+def _wrong_protocol(server: str, wanted: str, other: str) -> GenerationError:
+    return GenerationError("UNAVAILABLE", f"the server at {server} does not speak {wanted}: is that its {other} port?")
+
+
+def _timed_out(server: str, timeout: float) -> GenerationError:
+    return GenerationError("TIMEOUT", f"no answer from {server} within {timeout:g} s")

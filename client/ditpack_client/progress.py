@@ -1,0 +1,67 @@
+"""What happens to each image: a live board on a terminal, one line an image elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+
+class Board:
+    """One row an image: sent and for how long, then how it ended.
+
+    ``footer`` gives a last line, read at every refresh. Where the console is no terminal, or a dumb one, only the rows
+    that ended are printed, as they end.
+    """
+
+    def __init__(self, console: Console, labels: Sequence[str], footer: Callable[[], str] | None = None) -> None:
+        self._console = console
+        self._labels = labels
+        self._footer = footer
+        self._ended: dict[int, Text] = {}
+        self._started = time.monotonic()
+        moving = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5) if moving else None
+
+    def done(self, index: int, text: str) -> None:
+        self._end(index, Text.assemble(("done", "green"), "    ", text))
+
+    def failed(self, index: int, text: str) -> None:
+        self._end(index, Text.assemble(("failed", "red"), "  ", text))
+
+    def _end(self, index: int, text: Text) -> None:
+        self._ended[index] = text
+        if self._live is None:
+            self._console.print(Text.assemble(text, "  ", self._labels[index]), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, overflow="ellipsis", max_width=48)
+        table.add_column(overflow="fold")
+        waited = Text(f"sent    {time.monotonic() - self._started:.1f} s", style="dim")
+        for index, label in enumerate(self._labels):
+            table.add_row(Text(label), self._ended.get(index, waited))
+        return Group(table, Text(self._footer(), style="cyan")) if self._footer is not None else table
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def milliseconds(value: float) -> str:
+    """A duration as people write it: "12 ms", "3.4 s"."""
+    return f"{value:.0f} ms" if value < 1000 else f"{value / 1000:.1f} s"

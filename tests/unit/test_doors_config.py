@@ -1,0 +1,175 @@
+"""The committed model repository: configs that parse, wiring that fits, doors that stay thin."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fake_triton import MODELS, REPOSITORY, read_config, triton_args
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
+
+from ditpack.request import FIELDS
+from ditpack.tritonserver import parameters
+from ditpack.tritonserver.parameters import Instance, ParameterError
+
+SETTINGS = {
+    "prepare": parameters.PrepareSettings,
+    "text_encoder": parameters.TextEncoderSettings,
+    "dit": parameters.DitSettings,
+    "vae_decoder": parameters.VaeDecoderSettings,
+}
+
+
+def test_the_repository_holds_the_models_and_nothing_else() -> None:
+    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*MODELS, "qwen_image"])
+    assert (REPOSITORY / "qwen_image" / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_doors_are_thin(model: str) -> None:
+    assert len((REPOSITORY / model / "1" / "model.py").read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_door_imports_in_the_stub_that_only_reads_the_config(model: str) -> None:
+    """That stub has no TritonError, Tensor, … in pb_utils yet, and importing torch there would cost seconds a model."""
+    code = f"""
+import sys, types, importlib.util
+sys.modules["triton_python_backend_utils"] = types.ModuleType("triton_python_backend_utils")
+spec = importlib.util.spec_from_file_location("1.model", {str(REPOSITORY / model / "1" / "model.py")!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert module.TritonPythonModel
+heavy = {{"torch", "transformers", "diffusers", "tokenizers", "pydantic"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_queue_is_bounded_and_nothing_needs_a_gpu(model: str) -> None:
+    config = read_config(model)
+    assert config.dynamic_batching.default_queue_policy.max_queue_size > 0
+    assert config.max_batch_size > 0
+    kinds = [ModelInstanceGroup.Kind.Name(group.kind) for group in config.instance_group]
+    assert kinds == ["KIND_CPU" if model == "prepare" else "KIND_AUTO"]
+
+
+def test_dit_has_the_documented_queue_policy() -> None:
+    batching = read_config("dit").dynamic_batching
+    assert (batching.priority_levels, batching.default_priority_level) == (3, 2)
+    assert batching.default_queue_policy.default_timeout_microseconds > 0, "0 would ignore a client's own timeout"
+    assert batching.default_queue_policy.allow_timeout_override
+
+
+def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight() -> None:
+    dit = read_config("dit")
+    in_flight = dit.max_batch_size + dit.dynamic_batching.default_queue_policy.max_queue_size
+    assert read_config("vae_decoder").dynamic_batching.default_queue_policy.max_queue_size > 2 * in_flight
+
+
+def test_variable_shapes_do_not_split_batches() -> None:
+    for model in MODELS:
+        for tensor in read_config(model).input:
+            assert tensor.allow_ragged_batch == (-1 in tensor.dims), f"{model}.{tensor.name}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
+    kind = SETTINGS[model]
+    instance = Instance.from_args(triton_args(model))
+    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)}
+    assert instance.settings(kind) == kind()
+
+
+def test_the_ensemble_fits_its_steps() -> None:
+    """Triton's own rules: names exist, types and dims are equal, every tensor has one producer and is used."""
+    ensemble = read_config("qwen_image")
+    assert ensemble.max_batch_size == 0
+    scope: dict[str, tuple[Any, ...]] = {t.name: (t.data_type, *t.dims) for t in ensemble.input}
+    optional = {t.name for t in ensemble.input if t.optional}
+    used: set[str] = set()
+    for step in ensemble.ensemble_scheduling.step:
+        model = read_config(step.model_name)
+        inputs = {t.name: t for t in model.input}
+        outputs = {t.name: t for t in model.output}
+        assert set(step.input_map) == set(inputs), step.model_name
+        for key, value in step.input_map.items():
+            assert scope[value] == (inputs[key].data_type, *inputs[key].dims), f"{step.model_name}.{key}"
+            assert value not in optional or inputs[key].optional, f"{step.model_name}.{key}"
+            used.add(value)
+        for key, value in step.output_map.items():
+            # Triton loads an ensemble whose step writes an ensemble input, and then ignores what the step wrote.
+            assert value not in scope, f"{value} has two producers"
+            scope[value] = (outputs[key].data_type, *outputs[key].dims) if value else ()
+            if value.isupper():
+                used.add(value)
+    declared = {t.name: (t.data_type, *t.dims) for t in ensemble.output}
+    assert declared == {name: scope[name] for name in declared}
+    assert set(declared) == {"IMAGE", "PIXELS", "SEED_USED", "INFO"}
+    assert used == set(scope)
+
+
+def test_the_wire_has_the_resolvers_fields() -> None:
+    assert [t.name for t in read_config("prepare").input] == list(FIELDS)
+    assert [(t.name, t.data_type, t.optional) for t in read_config("qwen_image").input] == [
+        (t.name, t.data_type, t.optional) for t in read_config("prepare").input
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value", "allowed"),
+    [
+        ("prepare", "max_pixels", "many", "must be an integer from 4096 to 67108864"),
+        ("prepare", "max_prompt_tokens", "0", "must be an integer from 1 to 32768"),
+        ("prepare", "token_budget", "4096", "unknown parameter; known are checkpoint, max_pixels, max_prompt_tokens"),
+        ("text_encoder", "dtype", "float16", "must be one of auto, bfloat16, float32"),
+        ("dit", "token_budget", "-1", "or auto"),
+        ("dit", "waiting_room", "1.5", "must be an integer from 1 to 4096"),
+        ("dit", "waiting_room", "auto", "must be an integer from 1 to 4096"),
+        ("dit", "admission_timeout_s", "nan", "must be a number from 0.1 to 86400.0"),
+        ("dit", "checkpoint", "  ", "must not be blank"),
+        ("vae_decoder", "Dtype", "auto", "unknown parameter"),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(model: str, name: str, value: str, allowed: str) -> None:
+    instance = Instance.from_args(triton_args(model, {name: value}))
+    with pytest.raises(ParameterError) as error:
+        instance.settings(SETTINGS[model])
+    assert f"model '{model}': parameter {name} = {value!r}: " in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_parameters_are_typed() -> None:
+    given = {"token_budget": "8192", "waiting_room": "3", "admission_timeout_s": "1.5", "checkpoint": " /models/x "}
+    settings = Instance.from_args(triton_args("dit", given)).settings(parameters.DitSettings)
+    assert (settings.token_budget, settings.waiting_room, settings.admission_timeout_s) == (8192, 3, 1.5)
+    assert settings.checkpoint == "/models/x"
+
+
+def test_the_device_is_the_one_triton_gives() -> None:
+    assert Instance.from_args(triton_args("dit")).device == "cpu"
+    assert Instance.from_args(triton_args("dit", kind="GPU", device=3)).device == "cuda:3"
+    with pytest.raises(ParameterError, match=r"KIND_MODEL.*must be KIND_AUTO, KIND_GPU or KIND_CPU"):
+        Instance.from_args(triton_args("dit", kind="MODEL"))
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    instance = Instance.from_args(triton_args("dit", kind="GPU"))
+    with pytest.raises(ParameterError, match="install a CUDA build of torch, or set KIND_CPU"):
+        instance.torch_target("auto")
+
+
+def test_dtype_auto_is_fp32_on_the_cpu() -> None:
+    import torch
+
+    instance = Instance.from_args(triton_args("dit"))
+    assert instance.torch_target("auto") == (torch.device("cpu"), torch.float32)
+    assert instance.torch_target("bfloat16") == (torch.device("cpu"), torch.bfloat16)
