@@ -14,6 +14,20 @@ from ditpack.packing.layout import Layout
 # of kv_heads; token t attends to every token of its own row and to nothing else. Scale 1 / sqrt(head_dim), not causal.
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A chosen backend. ``reads_cu_seqlens``: lengths come from the device alone, so a captured graph may serve packs
+    whose rows differ."""
+
+    name: str
+    reads_cu_seqlens: bool
+    attend: VarlenAttention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return self.attend(q, k, v, layout)
+
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -31,6 +45,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...]
     min_capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     max_head_dim: int = 256
+    reads_cu_seqlens: bool = True
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this backend cannot serve the combination by its own claims, or None."""

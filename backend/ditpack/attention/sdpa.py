@@ -49,5 +49,14 @@ def _load(sdpa: _Sdpa) -> VarlenAttention:
     return partial(_attend, sdpa=sdpa)
 
 
-SDPA = Backend("sdpa", partial(_load, _math), ("cpu", "cuda"), (torch.float32, torch.float64, *HALF), max_head_dim=1024)
-CUDNN = Backend("cudnn", partial(_load, _cudnn), ("cuda",), HALF, min_capability=(8, 0), max_head_dim=128)
+SDPA = Backend(
+    "sdpa",
+    partial(_load, _math),
+    ("cpu", "cuda"),
+    (torch.float32, torch.float64, *HALF),
+    max_head_dim=1024,
+    reads_cu_seqlens=False,
+)
+CUDNN = Backend(
+    "cudnn", partial(_load, _cudnn), ("cuda",), HALF, min_capability=(8, 0), max_head_dim=128, reads_cu_seqlens=False
+)

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from ditpack.attention.backend import Backend, VarlenAttention
+from ditpack.attention.backend import Attention, Backend, VarlenAttention
 from ditpack.attention.flash import FLASH2, FLASH3, FLASH4
 from ditpack.attention.sdpa import CUDNN, SDPA
 from ditpack.attention.torch_varlen import TORCH_VARLEN
@@ -21,8 +21,8 @@ NAMES = ("auto", *(backend.name for backend in BACKENDS))
 _PROBE_TOLERANCE = 2e-2  # relative, for half precision; a wrong kernel or a leak between rows is off by about 1
 
 
-def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> VarlenAttention:
-    """The attention function for this device, dtype and head shape; logs the choice and what was passed over.
+def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> Attention:
+    """The attention for this device, dtype and head shape; logs the choice and what was passed over.
 
     Args:
         name: ``auto`` or the name of one backend, which is then used or refused.
@@ -38,7 +38,7 @@ def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads:
         if attention is not None:
             passed_over = f" (passed over: {'; '.join(refusals)})" if refusals else ""
             logger.info("attention backend: %s%s", backend.name, passed_over)
-            return attention
+            return Attention(backend.name, backend.reads_cu_seqlens, attention)
         refusals.append(f"{backend.name} {reason}")
     raise ValueError(f"attention = {name!r}: {'; '.join(refusals)}")
 

@@ -33,4 +33,9 @@ def load_sampler(
     logger.info("transformer: %s", report)
     schedule = FlowMatchSchedule.from_config(checkpoint.scheduler_config)
     pixels_per_patch = checkpoint.vae_scale_factor * config.patch_size
-    return QwenImageSampler(transformer.eval().requires_grad_(False), schedule, pixels_per_patch)
+    return QwenImageSampler(
+        transformer.eval().requires_grad_(False),
+        schedule,
+        pixels_per_patch,
+        graphs=device.type == "cuda" and varlen.reads_cu_seqlens,
+    )

@@ -71,8 +71,11 @@ class Layout:
         return sum(self.lengths)
 
 
-def build_layout(rows: Sequence[Row], device: torch.device) -> Layout:
-    """Lay out ``rows`` (at least one). A few integers a row are uploaded; the device expands them to tokens."""
+def build_layout(rows: Sequence[Row], device: torch.device, max_seqlen: int | None = None) -> Layout:
+    """Lay out ``rows`` (at least one). A few integers a row are uploaded; the device expands them to tokens.
+
+    ``max_seqlen`` may be any bound on the rows' lengths; None is the longest.
+    """
     if not rows:
         raise ValueError("a layout needs at least one row")
     text_lengths = [row.text_tokens for row in rows]
@@ -89,7 +92,7 @@ def build_layout(rows: Sequence[Row], device: torch.device) -> Layout:
     return Layout(
         rows=tuple(rows),
         lengths=lengths,
-        max_seqlen=max(lengths),
+        max_seqlen=max_seqlen or max(lengths),
         cu_seqlens=torch.tensor(row_starts, dtype=torch.int32).to(device, non_blocking=True),
         text=_stream(text_lengths, text_rows, text_shifts),
         image=_stream(image_lengths, image_rows, image_shifts),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ditpack.errors import InvalidRequest
+from ditpack.models.graphs import Bucket, GraphCache, bucket_for
 from ditpack.models.modulation import ModulationTable
 from ditpack.models.qwen_image import MAX_POSITION, PackedRotary, QwenImageTransformer, text_start
 from ditpack.packing.layout import Layout, Row, build_layout
@@ -23,6 +24,8 @@ from ditpack.sampling.latents import seeded_noise, unpack_latents
 
 # Timesteps whose modulation is kept: all that bfloat16 tells apart between 20 and 1000; 3.4 GB for the 20 B model.
 _MODULATION_CAPACITY = 768
+# Packs up to this many tokens run from captured graphs; beyond it the kernels take longer than their launches.
+_GRAPH_TOKENS = 3072
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,9 @@ class Pack:
     members: list[Denoising]  # guided ones first
     layout: Layout
     rotary: PackedRotary
+    bucket: Bucket | None  # which captured graph can run it
     text: Tensor  # [L, joint_attention_dim], all rows
+    tail: Tensor  # [padding, in_channels]: zeros for the padding rows' image tokens
     latents: Tensor  # fp32 [ΣS, in_channels], each member once
     guided_tokens: int  # how many of those tokens, from the front, have an unconditional row too
     scales: Tensor  # fp32 [guided_tokens, 1]
@@ -79,7 +84,8 @@ class Pack:
 class QwenImageSampler:
     """Begins, packs, steps and finishes requests on one device.
 
-    The engine's thread owns it; only ``rows`` may be called from any thread.
+    The engine's thread owns it; only ``rows`` may be called from any thread. ``graphs``: small packs run from captured
+    CUDA graphs; needs an attention that reads lengths from the device alone.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class QwenImageSampler:
         transformer: QwenImageTransformer,
         schedule: FlowMatchSchedule,
         pixels_per_patch: int,
+        graphs: bool = False,
     ) -> None:
         self.transformer = transformer
         self.schedule = schedule
@@ -94,6 +101,8 @@ class QwenImageSampler:
         parameter = next(transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._modulation = ModulationTable(transformer.modulation, self.device, self.dtype, _MODULATION_CAPACITY)
+        self._graph_tokens = _GRAPH_TOKENS if graphs else 0
+        self.graphs = GraphCache(self._forward)
         self._previous_step: torch.cuda.Event | None = None
 
     def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
@@ -140,7 +149,10 @@ class QwenImageSampler:
         guided = [member for member in members if len(member.rows) == 2]
         ordered = guided + [member for member in members if len(member.rows) == 1]
         branches = [(member, 0) for member in ordered] + [(member, 1) for member in guided]
-        layout = build_layout([member.rows[branch] for member, branch in branches], self.device)
+        rows = [member.rows[branch] for member, branch in branches]
+        bucket = bucket_for(rows, self._graph_tokens)
+        padding = bucket.padding(rows) if bucket else []
+        layout = build_layout(rows + padding, self.device, bucket.tokens if bucket else None)
         steps = min(_MODULATION_CAPACITY // len(ordered), *(member.steps_left for member in ordered))
         ahead = [member.sigmas[member.step : member.step + steps + 1] for member in ordered]
         sigmas = torch.tensor(ahead, dtype=torch.float32).T  # [K + 1, members]
@@ -153,11 +165,19 @@ class QwenImageSampler:
             members=ordered,
             layout=layout,
             rotary=self.transformer.rotary(layout),
-            text=torch.cat([member.embeds[branch] for member, branch in branches]),
+            bucket=bucket,
+            text=torch.cat([*(member.embeds[branch] for member, branch in branches), self._blank_text(padding)]),
+            tail=torch.zeros(
+                (sum(row.image_tokens for row in padding), ordered[0].latents.shape[1]),
+                dtype=self.dtype,
+                device=self.device,
+            ),
             latents=torch.cat([member.latents for member in ordered]),
             guided_tokens=int(latent_lengths[: len(guided)].sum()),
             scales=scales.repeat_interleave(latent_lengths[: len(guided)]).unsqueeze(1).to(self.device),
-            modulation_slots=torch.cat((slots, slots[:, : len(guided)]), dim=1).to(self.device),
+            modulation_slots=torch.cat(
+                (slots, slots[:, : len(guided)], slots[:, :1].expand(-1, len(padding))), dim=1
+            ).to(self.device),
             sigma_steps=sigmas.diff(dim=0).to(self.device),
             token_members=torch.arange(len(ordered)).repeat_interleave(latent_lengths).to(self.device),
         )
@@ -167,12 +187,11 @@ class QwenImageSampler:
         """Advance every member by one step, all or none: if this raises, nobody has moved."""
         total, guided = len(pack.latents), pack.guided_tokens
         image = pack.latents.to(self.dtype)
-        modulation = self._modulation.rows(pack.modulation_slots[pack.next])
-        velocity = self.transformer(
-            torch.cat((image, image[:guided])), pack.text, modulation, pack.layout, pack.rotary
-        ).float()
+        inputs = (torch.cat((image, image[:guided], pack.tail)), pack.modulation_slots[pack.next])
+        lasting = (pack.text, pack.layout, pack.rotary)
+        velocity = self.graphs.run(pack.bucket, inputs, lasting, owner=pack).float()
         if guided:
-            combined = true_cfg(velocity[:guided], velocity[total:], pack.scales)
+            combined = true_cfg(velocity[:guided], velocity[total : total + guided], pack.scales)
             velocity = torch.cat((combined, velocity[guided:total]))
         sigma_step = pack.sigma_steps[pack.next][pack.token_members].unsqueeze(1)
         pack.latents = pack.latents + sigma_step * velocity
@@ -182,6 +201,15 @@ class QwenImageSampler:
         ):
             member.latents = latents
             member.step += 1
+
+    def _forward(self, inputs: tuple[Tensor, Tensor], lasting: tuple[Tensor, Layout, PackedRotary]) -> Tensor:
+        image, slots = inputs
+        text, layout, rotary = lasting
+        return self.transformer(image, text, self._modulation.rows(slots), layout, rotary)
+
+    def _blank_text(self, padding: Sequence[Row]) -> Tensor:
+        width = self.transformer.config.joint_attention_dim
+        return torch.zeros((sum(row.text_tokens for row in padding), width), dtype=self.dtype, device=self.device)
 
     def throttle(self) -> None:
         """Wait until the device has finished the step before the one just enqueued.

@@ -1,0 +1,87 @@
+"""What a result must say about where it came from, and the ceilings of the machine it was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def meta() -> dict[str, Any]:
+    """Hardware, versions, commit, date and command of this run."""
+    cuda = torch.cuda.is_available()
+    packages = ("torch", "diffusers", "transformers", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.processor()} x{torch.get_num_threads()}",
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | _versions(packages),
+        "commit": os.environ.get("DITPACK_COMMIT") or _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def milliseconds(call: Callable[[], Any], repeats: int, warmup: int = 1) -> float:
+    """Median time of ``call``: by CUDA events on a GPU, by the clock elsewhere."""
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            import time
+
+            begun = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - begun))
+    return sorted(times)[len(times) // 2]
+
+
+def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
+    """TFLOP/s of a square bf16 product on random data."""
+    if device.type == "cpu":
+        size = 1024
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / milliseconds(lambda: a @ b, 10, 3) / 1e9
+
+
+def attention_ceiling(
+    attend: Callable[..., Any], layout: Any, heads: int, head_dim: int, device: torch.device
+) -> float:
+    """TFLOP/s of the packed attention on one long row: the kernel's own best."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = torch.randn(3, layout.tokens, heads, head_dim, dtype=dtype, device=device).unbind(0)
+    flops = 4 * sum(length**2 for length in layout.lengths) * heads * head_dim
+    return flops / milliseconds(lambda: attend(q, k, v, layout), 10, 3) / 1e9
