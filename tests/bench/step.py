@@ -31,7 +31,8 @@ from step_impls import (
 )
 from torch import Tensor
 
-from ditpack.attention import select_attention
+from ditpack.attention import Attention, select_attention
+from ditpack.models.quantized import quantize_blocks
 from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer
 from ditpack.packing.layout import Row, build_layout
 from ditpack.sampling.flow_match import FlowMatchSchedule
@@ -51,7 +52,8 @@ MIXES: dict[str, list[tuple[int, int]]] = {
     "solo1328": [(1328, 1328)],
     "solo2048": [(2048, 2048)],
 }
-IMPLS = ("serial", "compiled", "buckets", "bucket_loop", "ditpack")
+IMPLS = ("serial", "compiled", "buckets", "bucket_loop", "ditpack", "ditpack-fp8")
+OURS = ("bucket_loop", "ditpack", "ditpack-fp8")
 
 
 def main() -> None:
@@ -60,20 +62,25 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.backends.cuda.matmul.allow_tf32 = False
     config = QwenImageConfig(num_layers=options.layers, num_attention_heads=options.heads)
-    theirs, sampler, attention = build(config, device, dtype, options.attention)
+    theirs = build_reference(config, device, dtype)
+    heads = (config.num_attention_heads, config.attention_head_dim)
+    attention = select_attention(options.attention, device, dtype, *heads)
+    samplers = {"ditpack": build_sampler(config, theirs, attention, options)}
+    if "ditpack-fp8" in options.impls:
+        samplers["ditpack-fp8"] = build_sampler(config, theirs, attention, options)
+        quantize_blocks(samplers["ditpack-fp8"].transformer.transformer_blocks)
 
     longest = build_layout([Row(60, ((128, 128),))] if device.type == "cuda" else [Row(60, ((16, 16),))], device)
     ceilings = {
         "matmul_tflops": machine.matmul_ceiling(device),
-        "attention_tflops": machine.attention_ceiling(
-            attention, longest, config.num_attention_heads, config.attention_head_dim, device
-        ),
+        "attention_tflops": machine.attention_ceiling(attention, longest, *heads, device),
     }
     meta = machine.meta() | {"attention": attention.name, "layers": options.layers, "ceilings": ceilings}
     print(json.dumps(meta, indent=1), flush=True)
 
     records: list[dict[str, Any]] = []
-    for impl_set in (("serial", "buckets", "bucket_loop", "ditpack"), ("compiled",)):
+    # Compiled last: it changes the reference model for good.
+    for impl_set in (("serial", "buckets", *OURS), ("compiled",)):
         wanted = [impl for impl in impl_set if impl in options.impls]
         if not wanted:
             continue
@@ -86,16 +93,19 @@ def main() -> None:
                 reference = exact(theirs, cases) if options.exact and "ditpack" in wanted else None
                 for impl in wanted:
                     record = {"mix": mix, "guidance": 4.0 if guided else 1.0, "impl": impl}
-                    record |= measure(
-                        implementation(impl, theirs, sampler, cases), cases, config, ceilings, options, reference
-                    )
+                    call = implementation(impl, theirs, samplers, cases)
+                    warmup = 4 if impl in OURS else 1
+                    record |= measure(call, cases, config, ceilings, options, reference, warmup)
                     records.append(record)
                     compare(records)
                     print(line(record), flush=True)
                 if options.out:
                     options.out.parent.mkdir(parents=True, exist_ok=True)
                     options.out.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
-    print(f"graph replays {sampler.graphs.replays}, eager steps {sampler.graphs.eager_steps}")
+        if options.profile:
+            profile(implementation(wanted[-1], theirs, samplers, cases))
+    graphs = samplers["ditpack"].graphs
+    print(f"graph replays {graphs.replays}, eager steps {graphs.eager_steps}")
 
 
 def parse() -> argparse.Namespace:
@@ -110,14 +120,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="measure the error too")
+    parser.add_argument(
+        "--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs for small packs"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the kernels of the last mix and implementation")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
-def build(
-    config: QwenImageConfig, device: torch.device, dtype: torch.dtype, attention_name: str
-) -> tuple[QwenImageTransformer2DModel, QwenImageSampler, Any]:
-    """diffusers' transformer with random weights and ours on the same tensors."""
+def build_reference(config: QwenImageConfig, device: torch.device, dtype: torch.dtype) -> QwenImageTransformer2DModel:
+    """diffusers' transformer with random weights."""
     with torch.device("meta"):
         theirs = QwenImageTransformer2DModel(
             num_layers=config.num_layers, num_attention_heads=config.num_attention_heads
@@ -127,26 +139,34 @@ def build(
     theirs.pos_embed = rope  # plain tensors that the meta device left without values
     torch.manual_seed(0)
     random_weights(theirs)
-    theirs.eval().requires_grad_(False)
-    attention = select_attention(attention_name, device, dtype, config.num_attention_heads, config.attention_head_dim)
+    return theirs.eval().requires_grad_(False)
+
+
+def build_sampler(
+    config: QwenImageConfig, theirs: QwenImageTransformer2DModel, attention: Attention, options: argparse.Namespace
+) -> QwenImageSampler:
+    """Ours, on the tensors of ``theirs``."""
     with torch.device("meta"):
         ours = QwenImageTransformer(config, attention)
     share_weights(ours, theirs)
-    schedule = FlowMatchSchedule(use_dynamic_shifting=True)
-    return (
-        theirs,
-        QwenImageSampler(ours, schedule, 16, graphs=device.type == "cuda" and attention.reads_cu_seqlens),
-        attention,
-    )
+    graphs = options.graphs and theirs.device.type == "cuda" and attention.reads_cu_seqlens
+    return QwenImageSampler(ours, FlowMatchSchedule(use_dynamic_shifting=True), 16, graphs=graphs)
+
+
+@torch.inference_mode()
+def profile(call: Callable[[], list[Tensor]]) -> None:
+    with torch.profiler.profile() as profiler:
+        call()
+    print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
 
 
 def implementation(
-    impl: str, theirs: QwenImageTransformer2DModel, sampler: QwenImageSampler, cases: list[Case]
+    impl: str, theirs: QwenImageTransformer2DModel, samplers: dict[str, QwenImageSampler], cases: list[Case]
 ) -> Callable[[], list[Tensor]]:
-    if impl == "ditpack":
-        return ditpack(sampler, cases)
+    if impl in samplers:
+        return ditpack(samplers[impl], cases)
     if impl == "bucket_loop":
-        return lambda: bucket_loop(sampler, cases)
+        return bucket_loop(samplers["ditpack"], cases)
     return lambda: (buckets if impl == "buckets" else serial)(theirs, cases)
 
 
@@ -158,10 +178,11 @@ def measure(
     ceilings: dict[str, float],
     options: argparse.Namespace,
     reference: list[Tensor] | None,
+    warmup: int,
 ) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    ms = machine.milliseconds(call, options.repeats, warmup=4)
+    ms = machine.milliseconds(call, options.repeats, warmup)
     linear, attention = flops(cases, config)
     floor = linear / ceilings["matmul_tflops"] + attention / ceilings["attention_tflops"]
     error = None

@@ -109,12 +109,17 @@ def buckets(model: QwenImageTransformer2DModel, cases: list[Case]) -> list[Tenso
     return [out[i] for i in range(len(cases))]
 
 
-def bucket_loop(sampler: QwenImageSampler, cases: list[Case]) -> list[Tensor]:
+def bucket_loop(sampler: QwenImageSampler, cases: list[Case]) -> Callable[[], list[Tensor]]:
     """A varlen forward for each group of equal size: the first form of mixed-size batching."""
-    out: dict[int, Tensor] = {}
-    for indices in _by_grid(cases).values():
-        out.update(zip(indices, ditpack(sampler, [cases[i] for i in indices])(), strict=True))
-    return [out[i] for i in range(len(cases))]
+    steps = [(indices, ditpack(sampler, [cases[i] for i in indices])) for indices in _by_grid(cases).values()]
+
+    def step() -> list[Tensor]:
+        out: dict[int, Tensor] = {}
+        for indices, call in steps:
+            out.update(zip(indices, call(), strict=True))
+        return [out[i] for i in range(len(cases))]
+
+    return step
 
 
 def ditpack(sampler: QwenImageSampler, cases: list[Case]) -> Callable[[], list[Tensor]]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ditpack.models import kernels, ops
+from ditpack.models.quantized import Fp8Linear, Quantized
 from ditpack.models.rotary import Rotary
 from ditpack.packing.layout import Layout, Row, build_layout
 
@@ -75,3 +76,35 @@ def test_linear_gelu() -> None:
     x, weight, bias = draw(300, 256), draw(1024, 256, seed=1) / 16, draw(1024, seed=2)
     exact = ops.linear_gelu(x.cpu().float(), weight.cpu().float(), bias.cpu().float())
     assert close(ops.linear_gelu(x, weight, bias).cpu(), exact)
+
+
+@pytest.mark.parametrize("width", [256, 3072])
+def test_modulate_to_fp8(layout: Layout, width: int) -> None:
+    x = draw(len(layout.image.rows), width)
+    shift, scale = draw(len(ROWS), 2, width, seed=1).unbind(1)
+    exact = ops.modulate(x.cpu().float(), shift.cpu().float(), scale.cpu().float(), on_cpu(layout).image)
+    out = ops.modulate(x, shift, scale, layout.image, fp8=True)
+    assert isinstance(out, Quantized)
+    assert float((dequantize(out) - exact).norm() / exact.norm()) < 0.04
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_quantize(gelu: bool, gather: bool) -> None:
+    x = draw(300, 1024)
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:100] if gather else None
+    exact = dequantize(ops.quantize(x.cpu().float(), slots, gelu))
+    ours = dequantize(ops.quantize(x, None if slots is None else slots.cuda(), gelu))
+    assert float((ours - exact).norm() / exact.norm()) < 0.01
+
+
+def test_fp8_linear() -> None:
+    linear = torch.nn.Linear(512, 384, device="cuda", dtype=torch.bfloat16)
+    x = draw(100, 512)
+    exact = linear(x).float().cpu()
+    out = Fp8Linear(linear)(ops.quantize(x)).float().cpu()
+    assert float((out - exact).norm() / exact.norm()) < 0.05
+
+
+def dequantize(x: Quantized) -> Tensor:
+    return (x.values.float() * x.scale).cpu()

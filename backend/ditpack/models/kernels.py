@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditpack.models.quantized import FP8, Activation, Quantized
 from ditpack.models.rotary import Rotary
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -36,10 +37,10 @@ def usable(x: Tensor) -> bool:
 
 @triton.jit
 def _modulate_kernel(
-    x, update, gate, shift, scale, rows, out,
+    x, update, gate, shift, scale, rows, out, out_scale,
     gate_stride, shift_stride, scale_stride,
     width, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token)
@@ -60,33 +61,66 @@ def _modulate_kernel(
     normed = centred * tl.rsqrt(variance + eps)
     factor = 1 + tl.load(scale + row * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(shift + row * shift_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
+    result = normed * factor + offset
+    if FP8:
+        _store_fp8(out, out_scale, token, at, inside, result)
+    else:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """See ``ops.modulate``. ``shift`` and ``scale`` may be strided in their first dimension."""
-    out = torch.empty_like(x)
-    _launch_modulate(x, x, shift, shift, scale, rows, out, add=False)
-    return out
+@triton.jit
+def _store_fp8(out, out_scale, token, at, inside, value):
+    """Scale a token to e4m3's range, which ends at 448, and keep the scale."""
+    largest = tl.maximum(tl.max(tl.abs(tl.where(inside, value, 0.0)), axis=0), 1e-12)
+    tl.store(out_scale + token, largest / 448.0)
+    tl.store(out + at, (value * (448.0 / largest)).to(out.dtype.element_ty), mask=inside)
 
 
-def add_modulate(x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """See ``ops.add_modulate``."""
-    out = torch.empty_like(x)
-    _launch_modulate(x, update, gate, shift, scale, rows, out, add=True)
-    return out
-
-
-def _launch_modulate(
-    x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, rows: Tensor, out: Tensor, add: bool
-) -> None:
+def modulate(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, rows: Tensor, fp8: bool
+) -> Activation:
+    """See ``ops.modulate`` and, with an ``update``, ``ops.add_modulate``. The modulation's rows may be strided."""
     tokens, width = x.shape
+    out = torch.empty_like(x, dtype=FP8 if fp8 else x.dtype)
+    out_scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if fp8 else out
+    gate = shift if gate is None else gate
     _modulate_kernel[(tokens,)](
-        x, update, gate, shift, scale, rows, out,
+        x, x if update is None else update, gate, shift, scale, rows, out, out_scale,
         gate.stride(0), shift.stride(0), scale.stride(0),
         width, 1e-6,
-        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
+        ADD=update is not None, FP8=fp8, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
     )  # fmt: skip
+    return Quantized(out, out_scale) if fp8 else out
+
+
+@triton.jit
+def _quantize_kernel(
+    x, slots, out, out_scale,
+    width,
+    GATHER: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    source = tl.load(slots + token) if GATHER else token
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + source * width + column, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+        value = 0.5 * value * (2 * tl.sigmoid(2 * inner))  # 1 + tanh(z) = 2 sigmoid(2z)
+    _store_fp8(out, out_scale, token, token * width + column, inside, value)
+
+
+def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quantized:
+    """See ``ops.quantize``."""
+    tokens, width = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
+    out = torch.empty((tokens, width), dtype=FP8, device=x.device)
+    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    _quantize_kernel[(tokens,)](
+        x, x if slots is None else slots, out, scale,
+        width,
+        GATHER=slots is not None, GELU=gelu, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
+    )  # fmt: skip
+    return Quantized(out, scale)
 
 
 @triton.jit

@@ -8,33 +8,51 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditpack.models import kernels
+from ditpack.models.quantized import FP8, FP8_MAX, Activation, Fp8Linear, Quantized
 from ditpack.models.rotary import Rotary, apply_rotary
 from ditpack.packing.layout import Stream
 
 EPS = 1e-6
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, stream: Stream) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, stream: Stream, fp8: bool = False) -> Activation:
     """LayerNorm(x) · (1 + scale) + shift, with one shift and one scale [R, D] a row; x is the stream's [n, D]."""
     if kernels.usable(x):
-        return kernels.modulate(x, shift, scale, stream.rows)
+        return kernels.modulate(x, None, None, shift, scale, stream.rows, fp8)
     normed = F.layer_norm(x, (x.shape[-1],), eps=EPS)
     # On views of the rows: no per-token copy of the modulation exists.
     for part, row_shift, row_scale in zip(normed.split(stream.lengths), shift, 1 + scale, strict=True):
         part.mul_(row_scale).add_(row_shift)
-    return normed
+    return quantize(normed) if fp8 else normed
 
 
-def add_modulate(x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, stream: Stream) -> Tensor:
+def add_modulate(
+    x: Tensor, update: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, stream: Stream, fp8: bool = False
+) -> Activation:
     """x += gate · update in place, then ``modulate(x, shift, scale)``; ``gate`` is [R, D] too."""
     if kernels.usable(x):
-        return kernels.add_modulate(x, update, gate, shift, scale, stream.rows)
+        return kernels.modulate(x, update, gate, shift, scale, stream.rows, fp8)
     for part, row_update, row_gate in zip(x.split(stream.lengths), update.split(stream.lengths), gate, strict=True):
         part.addcmul_(row_update, row_gate)
-    return modulate(x, shift, scale, stream)
+    return modulate(x, shift, scale, stream, fp8)
+
+
+def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quantized:
+    """The tokens ``slots`` of ``x`` (None: all), through GELU (tanh) if asked, each scaled to e4m3's range."""
+    if kernels.usable(x):
+        return kernels.quantize(x, slots, gelu)
+    values = (x if slots is None else x[slots]).float()
+    values = F.gelu(values, approximate="tanh") if gelu else values
+    scale = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    return Quantized((values / scale).to(FP8), scale)
+
+
+def take(x: Tensor, slots: Tensor, fp8: bool) -> Activation:
+    """The tokens ``slots`` of ``x``."""
+    return quantize(x, slots) if fp8 else x[slots]
 
 
 def write_heads(
@@ -57,8 +75,12 @@ def write_heads(
     joint[2][stream.slots] = v
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU (tanh) of a linear layer; on CUDA in the matrix multiplication's epilogue."""
+def linear_gelu(layer: nn.Module, x: Activation) -> Activation:
+    """GELU (tanh) of a linear layer; on CUDA in bf16 in the matrix multiplication's epilogue."""
+    if isinstance(layer, Fp8Linear):
+        return quantize(layer(x), gelu=True)
+    assert isinstance(layer, nn.Linear)
+    assert isinstance(x, Tensor)
     if x.is_cuda:
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
+    return F.gelu(layer(x), approximate="tanh")

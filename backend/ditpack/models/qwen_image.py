@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ditpack.attention import VarlenAttention
 from ditpack.models.modulation import Modulation
-from ditpack.models.ops import EPS, add_modulate, linear_gelu, modulate, write_heads
+from ditpack.models.ops import EPS, add_modulate, linear_gelu, modulate, take, write_heads
+from ditpack.models.quantized import Activation, Fp8Linear
 from ditpack.models.rotary import Rotary
 from ditpack.models.weights import Part
 from ditpack.packing.layout import Layout
@@ -89,12 +90,13 @@ class QwenImageTransformer(nn.Module):
         Returns:
             [S, patch_size² · out_channels] in the model's dtype.
         """
-        streams = Streams(self.img_in(image), self.txt_in(self.txt_norm(text)))
+        streams = Streams(self.img_in(image), self.txt_in(self.txt_norm(text)), layout)
         for index, block in enumerate(self.transformer_blocks):
             block(streams, modulation.image[:, index], modulation.text[:, index], layout, rotary)
         # Note the order: scale, then shift; the blocks have shift first.
         scale, shift = modulation.out.unbind(1)
-        return self.proj_out(streams.next_image(shift, scale, layout))
+        streams.fp8 = False  # the way in and the way out stay exact
+        return self.proj_out(streams.next_image(shift, scale))
 
     def modulation(self, timesteps: Tensor) -> Modulation:
         """The modulation of every layer for ``timesteps`` [n]: sigmas, in the model's dtype."""
@@ -148,22 +150,24 @@ class Streams:
     Adding it and norming for the next layer are one pass over memory, so an update waits for its next reader.
     """
 
-    def __init__(self, image: Tensor, text: Tensor) -> None:
+    def __init__(self, image: Tensor, text: Tensor, layout: Layout) -> None:
         self.image, self.text = image, text
+        self.layout = layout
+        self.fp8 = False  # whether the next layers take quantised activations
         self.image_update: tuple[Tensor, Tensor] | None = None  # (update, gate [R, D])
         self.text_update: tuple[Tensor, Tensor] | None = None
 
-    def next_image(self, shift: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    def next_image(self, shift: Tensor, scale: Tensor) -> Activation:
         """Add the waiting update to the image stream, in place, and return it normed and modulated."""
         if self.image_update is None:
-            return modulate(self.image, shift, scale, layout.image)
-        return add_modulate(self.image, *self.image_update, shift, scale, layout.image)
+            return modulate(self.image, shift, scale, self.layout.image, self.fp8)
+        return add_modulate(self.image, *self.image_update, shift, scale, self.layout.image, self.fp8)
 
-    def next_text(self, shift: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    def next_text(self, shift: Tensor, scale: Tensor) -> Activation:
         """The same for the text stream."""
         if self.text_update is None:
-            return modulate(self.text, shift, scale, layout.text)
-        return add_modulate(self.text, *self.text_update, shift, scale, layout.text)
+            return modulate(self.text, shift, scale, self.layout.text, self.fp8)
+        return add_modulate(self.text, *self.text_update, shift, scale, self.layout.text, self.fp8)
 
 
 class Block(nn.Module):
@@ -183,19 +187,20 @@ class Block(nn.Module):
         self, streams: Streams, image_mod: Tensor, text_mod: Tensor, layout: Layout, rotary: PackedRotary
     ) -> None:
         """Advance ``streams``. ``image_mod`` and ``text_mod`` are [R, 6, D], as ``Modulation`` holds them."""
+        streams.fp8 = isinstance(self.attn.to_qkv, Fp8Linear)
         image_shift, image_scale, image_gate, image_mlp_shift, image_mlp_scale, image_mlp_gate = image_mod.unbind(1)
         text_shift, text_scale, text_gate, text_mlp_shift, text_mlp_scale, text_mlp_gate = text_mod.unbind(1)
 
         image_out, text_out = self.attn(
-            streams.next_image(image_shift, image_scale, layout),
-            streams.next_text(text_shift, text_scale, layout),
+            streams.next_image(image_shift, image_scale),
+            streams.next_text(text_shift, text_scale),
             layout,
             rotary,
         )
         streams.image_update, streams.text_update = (image_out, image_gate), (text_out, text_gate)
 
-        image_out = self.img_mlp(streams.next_image(image_mlp_shift, image_mlp_scale, layout))
-        text_out = self.txt_mlp(streams.next_text(text_mlp_shift, text_mlp_scale, layout))
+        image_out = self.img_mlp(streams.next_image(image_mlp_shift, image_mlp_scale))
+        text_out = self.txt_mlp(streams.next_text(text_mlp_shift, text_mlp_scale))
         streams.image_update, streams.text_update = (image_out, image_mlp_gate), (text_out, text_mlp_gate)
 
 
@@ -213,16 +218,17 @@ class JointAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(dim, dim))
         self.to_add_out = nn.Linear(dim, dim)
 
-    def forward(self, image: Tensor, text: Tensor, layout: Layout, rotary: PackedRotary) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, image: Activation, text: Activation, layout: Layout, rotary: PackedRotary
+    ) -> tuple[Tensor, Tensor]:
         """[S, D] and [L, D] → the streams' attention outputs in the same shapes."""
-        joint = image.new_empty((3, layout.tokens, self.heads, self.head_dim))
-        q, k, v = joint.unbind(0)
-        write_heads(self.to_qkv(image), self.norm_q.weight, self.norm_k.weight, rotary.image, layout.image, (q, k, v))
-        write_heads(
-            self.add_qkv(text), self.norm_added_q.weight, self.norm_added_k.weight, rotary.text, layout.text, (q, k, v)
-        )
+        image_qkv, text_qkv = self.to_qkv(image), self.add_qkv(text)
+        q, k, v = image_qkv.new_empty((3, layout.tokens, self.heads, self.head_dim)).unbind(0)
+        write_heads(image_qkv, self.norm_q.weight, self.norm_k.weight, rotary.image, layout.image, (q, k, v))
+        write_heads(text_qkv, self.norm_added_q.weight, self.norm_added_k.weight, rotary.text, layout.text, (q, k, v))
         out = self.attention(q, k, v, layout).flatten(1)
-        return self.to_out(out[layout.image.slots]), self.to_add_out(out[layout.text.slots])
+        fp8 = isinstance(self.to_add_out, Fp8Linear)
+        return self.to_out(take(out, layout.image.slots, fp8)), self.to_add_out(take(out, layout.text.slots, fp8))
 
 
 class FeedForward(nn.Module):
@@ -232,10 +238,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.net = nn.Sequential(named("proj", nn.Linear(dim, 4 * dim)), nn.Identity(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](
-            linear_gelu(x, self.net.get_parameter("0.proj.weight"), self.net.get_parameter("0.proj.bias"))
-        )
+    def forward(self, x: Activation) -> Tensor:
+        return self.net[2](linear_gelu(self.net.get_submodule("0.proj"), x))
 
 
 class TimestepEmbedder(nn.Module):
