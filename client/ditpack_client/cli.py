@@ -86,10 +86,8 @@ def generate(
     for request in requests:
         request["output_format"] = naming.output_format
     errors = asyncio.run(_run(client, requests, naming, timeout, metadata))
-    for message, images in Counter(errors).items():
-        suffix = f" ({images} images)" if images > 1 else ""
-        Console(stderr=True).print(f"error: {message}{suffix}", markup=False, highlight=False, soft_wrap=True)
     if errors:
+        print_errors(errors, len(requests))
         raise typer.Exit(1)
 
 
@@ -138,27 +136,40 @@ def _make_writable(directory: Path) -> None:
 
 async def _run(
     client: AsyncClient, requests: list[ImageRequest], naming: Naming, timeout: float, metadata: bool
-) -> list[str]:
-    """Make every image and return the messages of those that failed."""
+) -> list[tuple[str, str]]:
+    """Make every image and return (prompt, message) of those that failed."""
     errors = []
-    labels = [request["prompt"] for request in requests]
+    prompts = [request["prompt"] for request in requests]
     async with client:
-        with Board(Console(), labels) as board:
+        with Board(Console(), prompts) as board:
             async for index, outcome in client.generate_many(requests, concurrency=len(requests), timeout=timeout):
                 try:
                     if isinstance(outcome, GenerationError):
                         raise outcome
-                    path = naming.path(index + 1, requests[index]["prompt"], outcome.seed)
+                    path = naming.path(index + 1, prompts[index], outcome.seed)
                     outcome.save(path, metadata=metadata)
-                except GenerationError as error:
-                    errors.append(error.message)
-                    board.failed(index, error.message)
-                except OSError as error:
-                    errors.append(f"cannot write {error.filename or naming.directory}: {error.strerror or error}")
-                    board.failed(index, errors[-1])
+                except (GenerationError, OSError) as error:
+                    message = _message(error, naming.directory)
+                    errors.append((prompts[index], message))
+                    board.failed(index, message)
                 else:
                     board.done(index, f"{path}  {describe(outcome)}")
     return errors
+
+
+def _message(error: GenerationError | OSError, directory: Path) -> str:
+    if isinstance(error, GenerationError):
+        return error.message
+    return f"cannot write {error.filename or directory}: {error.strerror or error}"
+
+
+def print_errors(errors: list[tuple[str, str]], images: int) -> None:
+    """One line on stderr for each message, with how many of the ``images`` it cost. ``errors``: (prompt, message)."""
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    for message, count in Counter(message for _, message in errors).items():
+        prompt = next(prompt for prompt, told in errors if told == message)
+        which = f" ({count} images)" if count > 1 else f" ({prompt[:60]})" if images > 1 else ""
+        console.print(f"error: {message}{which}")
 
 
 def describe(result: ImageResult) -> str:

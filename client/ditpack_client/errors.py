@@ -25,10 +25,9 @@ _GRPC_CODES = {
 # Triton's HTTP front end answers 400 for CANCELLED as well; only the words tell them apart.
 _CANCELLED_WORDS = re.compile(r"cancelled by |DEADLINE_MS = \d+: the deadline passed")
 _TRITON_PREFIX = re.compile(r"^(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
-_NO_CONNECTION = re.compile(
-    r"failed to connect|connection refused|dns resolution failed|name resolution", re.IGNORECASE
-)
-_NOT_GRPC = re.compile(r"http1\.x server|http/?2", re.IGNORECASE)
+_NO_CONNECTION = re.compile(r"failed to connect|errors resolving|(dns|name) resolution", re.IGNORECASE)
+# Triton's HTTP port closes a connection that begins in HTTP/2; others answer in HTTP/1.
+_NOT_GRPC = re.compile(r"failed to connect.*(socket closed|http1|http/2)|http1\.x server", re.IGNORECASE | re.DOTALL)
 
 
 class GenerationError(Exception):

@@ -16,8 +16,8 @@ from rich.text import Text
 class Board:
     """One row an image: sent and for how long, then how it ended.
 
-    ``footer`` gives a last line, read at every refresh. Where the console is no terminal, or a dumb one, only the rows
-    that ended are printed, as they end.
+    ``footer`` gives a last line, read at every refresh. Where the console is no terminal, or a dumb one, it prints the
+    images that were made, as they are, and nothing else.
     """
 
     def __init__(self, console: Console, labels: Sequence[str], footer: Callable[[], str] | None = None) -> None:
@@ -30,15 +30,12 @@ class Board:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5) if moving else None
 
     def done(self, index: int, text: str) -> None:
-        self._end(index, Text.assemble(("done", "green"), "    ", text))
+        self._ended[index] = Text.assemble(("done", "green"), f"    {text}")
+        if self._live is None:
+            self._console.print(Text(f"{text}  {self._labels[index]}"), soft_wrap=True)
 
     def failed(self, index: int, text: str) -> None:
-        self._end(index, Text.assemble(("failed", "red"), "  ", text))
-
-    def _end(self, index: int, text: Text) -> None:
-        self._ended[index] = text
-        if self._live is None:
-            self._console.print(Text.assemble(text, "  ", self._labels[index]), soft_wrap=True)
+        self._ended[index] = Text.assemble(("failed", "red"), f"  {text}")
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

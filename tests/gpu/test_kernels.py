@@ -74,8 +74,13 @@ def test_write_heads(layout: Layout, heads: int, head_dim: int) -> None:
 
 def test_linear_gelu() -> None:
     x, weight, bias = draw(300, 256), draw(1024, 256, seed=1) / 16, draw(1024, seed=2)
-    exact = ops.linear_gelu(x.cpu().float(), weight.cpu().float(), bias.cpu().float())
-    assert close(ops.linear_gelu(x, weight, bias).cpu(), exact)
+    linear = torch.nn.Linear(256, 1024)
+    linear.weight.data, linear.bias.data = weight.cpu().float(), bias.cpu().float()
+    exact = ops.linear_gelu(linear, x.cpu().float())
+    linear.weight.data, linear.bias.data = weight, bias
+    ours = ops.linear_gelu(linear, x)
+    assert isinstance(ours, Tensor)
+    assert close(ours.cpu(), exact)
 
 
 @pytest.mark.parametrize("width", [256, 3072])

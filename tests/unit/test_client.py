@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +15,11 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 from fake_kserve import SLOW_S, Painter, serve_grpc, serve_http
+from tritonclient.utils import InferenceServerException
 
 from ditpack_client import AsyncClient, Client, GenerationError, ImageRequest, ImageResult
 from ditpack_client.address import Address, parse_address
+from ditpack_client.errors import plain_errors
 
 ALL_SETTINGS = {
     "negative_prompt": "blur",
@@ -190,6 +194,29 @@ def test_grpc_spoken_to_an_http_port(painter: Painter, generate: Generate) -> No
     assert (caught.value.code, "is that its HTTP port?" in caught.value.message) == ("UNAVAILABLE", True)
 
 
+REFUSED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:[::1]:1: {}"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (REFUSED.format("Failed to connect to remote host: Connection refused"), "no server at host:1"),
+        ("errors resolving host:1: [field:hostname lookup error: Domain name not found]", "no server at host:1"),
+        ("DNS resolution failed for host:1", "no server at host:1"),
+        (REFUSED.format("Socket closed"), "is that its HTTP port?"),  # what tritonserver 2.51 does
+        (REFUSED.format("Failed parsing HTTP/2 (Expected SETTINGS frame)"), "is that its HTTP port?"),
+        ("Socket closed", "closed the connection"),
+        ("the waiting room is full: socket closed", "the waiting room is full"),
+        ("[request id: 7] Exceeds maximum queue size", "Exceeds maximum queue size"),
+    ],
+)
+def test_what_grpc_calls_unavailable_is_told_apart(message: str, expected: str) -> None:
+    with pytest.raises(GenerationError) as caught, plain_errors("host:1", 5):
+        raise InferenceServerException(message, status="StatusCode.UNAVAILABLE")
+    assert caught.value.code == "UNAVAILABLE"
+    assert expected in caught.value.message
+
+
 def test_unknown_model(painter: Painter) -> None:
     with serve_http(painter) as url, Client(url, model="nope") as client, pytest.raises(GenerationError) as caught:
         client.generate("a kite", timeout=20)
@@ -300,6 +327,15 @@ def test_threads_leave_no_open_files(painter: Painter) -> None:
     with serve_http(painter) as url:
         before = many()
         assert max(many(), many()) <= before + 4
+
+
+def test_client_needs_neither_torch_nor_the_server_side() -> None:
+    code = (
+        "import sys, ditpack_client.cli, ditpack_client.demo; "
+        "print(sorted({'torch', 'ditpack', 'diffusers', 'transformers', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def serve(
         exit_timeout=exit_timeout,
     )
     for number in _STOPPING:
-        signal.signal(number, _stop)
+        signal.signal(number, _raise_stop)
     try:
         server.start()
         print(f"Starting tritonserver (process {server.pid}, log {server.log}) …", flush=True)
@@ -82,11 +82,11 @@ def serve(
         try:
             server.stop()
         except _Stop:
+            _ignore_signals()
             server.kill()
         print("Stopped.", flush=True)
     finally:
-        for number in _STOPPING:
-            signal.signal(number, signal.SIG_IGN)  # the rest is short, and must not be left half done
+        _ignore_signals()
         server.stop(timeout=0)
 
 
@@ -98,8 +98,14 @@ class _Stop(BaseException):
         self.number = number
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _Stop(number)
+
+
+def _ignore_signals() -> None:
+    """What follows is short and must not be left half done."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _how_to_call(server: TritonServer, seconds: float) -> str:
@@ -108,11 +114,11 @@ def _how_to_call(server: TritonServer, seconds: float) -> str:
         f"  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}",
     ]
     if "qwen_image" in server.models:
-        url = "" if server.http_port == 8000 else f" --url {server.http_url}"
+        where = "" if server.http_url == "http://127.0.0.1:8000" else f" --server {server.http_url}"
         decode = "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)['IMAGE']))"
         lines += [
             "Ask for an image:",
-            f'  ditpack generate "{_PROMPT}" -o apple.png{url}',
+            f'  ditpack generate "{_PROMPT}" -o apple.png{where}',
             "or, from anywhere:",
             f"  curl -s {server.http_url}/v2/models/qwen_image/generate \\",
             f"""    -d '{{"PROMPT": "{_PROMPT}", "RESPONSE_FORMAT": "b64_json"}}' \\""",

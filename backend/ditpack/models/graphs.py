@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ditpack.packing.layout import Row
 
-_IMAGE_STEP, _TEXT_STEP = 128, 64  # tokens; finer wastes graphs, coarser wastes work
+_STEPS = 16  # buckets to a doubling of the token count: at most 1/16 of a pack is padding
 _CAPTURE_AT = 3  # the third step of a bucket captures it: what comes once or twice would not earn the capture back
 
 
@@ -49,12 +49,13 @@ def bucket_for(rows: Sequence[Row], max_tokens: int) -> Bucket | None:
         return None
     count = 1 << len(rows).bit_length()  # the next power of two above the number of rows
     extra = count - len(rows)
-    image = _round_up(sum(row.image_tokens for row in rows) + extra, _IMAGE_STEP)
-    text = _round_up(sum(row.text_tokens for row in rows) + extra, _TEXT_STEP)
+    image = _round_up(sum(row.image_tokens for row in rows) + extra)
+    text = _round_up(sum(row.text_tokens for row in rows) + extra)
     return Bucket(image, text, count)
 
 
-def _round_up(number: int, step: int) -> int:
+def _round_up(number: int) -> int:
+    step = max(16, (1 << number.bit_length()) // (2 * _STEPS))
     return -(-number // step) * step
 
 
@@ -74,7 +75,7 @@ class GraphCache:
         max_graphs: the least recently used graph is dropped beyond it; all share one memory pool.
     """
 
-    def __init__(self, forward: Callable[[Any, Any], Tensor], max_graphs: int = 24) -> None:
+    def __init__(self, forward: Callable[[Any, Any], Tensor], max_graphs: int = 48) -> None:
         self._forward = forward
         self._max_graphs = max_graphs
         self._seen: dict[Bucket, int] = {}

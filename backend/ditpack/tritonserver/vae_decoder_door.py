@@ -94,6 +94,8 @@ class VaeDecoderDoor:
         expected = (self._z_dim, resolved.height // self._scale_factor, resolved.width // self._scale_factor)
         if latents.shape != expected:
             raise InvalidRequest("LATENTS", list(latents.shape), f"must have shape {list(expected)} for this request")
+        if not np.isfinite(latents).all():
+            raise InvalidRequest("LATENTS", latents[~np.isfinite(latents)][0].item(), "must be finite")
         return _Item(request.request_id(), resolved, latents, _read_info(request), request.requested_output_names())
 
     def _run(self, items: list[_Item]) -> list[tuple[Array, bytes]]:

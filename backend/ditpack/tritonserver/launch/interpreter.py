@@ -1,7 +1,7 @@
 """The Python that the server's models run in, and the shared library that its stubs load.
 
 A stub is a program of its own with Python inside. It finds its interpreter's packages through ``python3`` on PATH;
-those of tritonserver 2.51 ignore PYTHONPATH. So ditpack must be installed, and the running interpreter be first on PATH.
+those of tritonserver 2.51 ignore PYTHONPATH. So ditpack must be installed, and the running Python be first on PATH.
 """
 
 from __future__ import annotations

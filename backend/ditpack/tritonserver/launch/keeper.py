@@ -51,15 +51,16 @@ def keep(owner: int, grace: float, prefix: str, directory: str, command: list[st
     )
     print(server.pid, flush=True)
     deadline = None
+    # Signals go out by os.kill: Popen's own would first wait for a server that has just ended, and its number, which is
+    # its group's too, could then become somebody else's.
     while os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         asked = received.si_signo if received else None
         if asked == signal.SIGQUIT or (deadline is not None and time.monotonic() > deadline):
-            server.kill()
+            os.kill(server.pid, signal.SIGKILL)
         elif deadline is None and (asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or os.getppid() != owner):
-            server.terminate()
+            os.kill(server.pid, signal.SIGTERM)
             deadline = time.monotonic() + grace
-    # The server is not waited for yet, so its number still means its group and nobody else's.
     os.killpg(server.pid, signal.SIGKILL)
     code = server.wait()
     _end_children()

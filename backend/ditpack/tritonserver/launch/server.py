@@ -71,6 +71,7 @@ class TritonServer:
         self._options = options
         self._temporary_log = log is None
         self._log_start = 0
+        self._directory: Path | None = None
         self._keeper: subprocess.Popen[str] | None = None
 
     @property
@@ -110,7 +111,7 @@ class TritonServer:
         ports = take_ports(self.host, wanted)
         self.http_port, self.grpc_port, self.metrics_port = ports.values()
 
-        directory = Path(tempfile.mkdtemp(prefix="ditpack-"))
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="ditpack-"))
         try:
             installation = prepare_directory(installation, directory)
             settings = Settings(
@@ -139,7 +140,7 @@ class TritonServer:
                     start_new_session=True,  # Ctrl-C reaches ditpack alone, which passes it on as it sees fit
                 )
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._ended()
             raise
         assert self._keeper.stdout is not None
         with self._keeper.stdout as pipe:
@@ -281,5 +282,8 @@ class TritonServer:
         return ServeError(failure.reason, f"{where}{others}Full log: {log}")
 
     def _ended(self) -> None:
-        keeper.remove_shared_memory(self.shm_prefix)  # the keeper did, unless it was killed itself
+        """Remove what is left; the keeper did so already, unless it was killed itself."""
+        keeper.remove_shared_memory(self.shm_prefix)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
         self.pid = None

@@ -1,0 +1,361 @@
+"""What is checked and put together before a tritonserver starts; no server runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ditpack.tritonserver.launch import ServeError, TritonServer, find, interpreter, keeper, repository
+from ditpack.tritonserver.launch.find import Installation, find_tritonserver
+from ditpack.tritonserver.launch.ports import take_ports
+from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory
+from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, model_names
+
+MINOR = sys.version_info.minor
+FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
+
+
+def executable(path: Path, content: str = "#!/bin/sh\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(0o755)
+    return path
+
+
+def embedded_layout(root: Path, minors: tuple[int, ...] = (MINOR,)) -> Path:
+    """The layout of nvidia-pytriton with empty files; returns the binary."""
+    server = root / "pytriton" / "tritonserver"
+    (server / "backends" / "python").mkdir(parents=True)
+    (server / "backends" / "python" / "libtriton_python.so").touch()
+    (server / "caches" / "local").mkdir(parents=True)
+    (root / "nvidia_pytriton.libs").mkdir()
+    for minor in minors:
+        executable(server / "python_backend_stubs" / f"3.{minor}" / "triton_python_backend_stub")
+    return executable(server / "bin" / "tritonserver")
+
+
+class TestFinding:
+    @pytest.fixture(autouse=True)
+    def bare_machine(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.delenv(find.ENVIRONMENT_VARIABLE, raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        monkeypatch.setattr(find, "NGC_LOCATION", tmp_path / "ngc" / "bin" / "tritonserver")
+        monkeypatch.setattr(find, "_embedded_binary", lambda: None)
+
+    def test_order(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Each place is found only while nothing that comes before it is there."""
+        embedded = embedded_layout(tmp_path / "site-packages")
+        monkeypatch.setattr(find, "_embedded_binary", lambda: embedded)
+        assert find_tritonserver().binary == embedded
+        ngc = executable(tmp_path / "ngc" / "bin" / "tritonserver")
+        assert find_tritonserver().binary == ngc
+        on_path = executable(tmp_path / "path" / "tritonserver")
+        assert find_tritonserver().binary == on_path
+        named = executable(tmp_path / "named" / "tritonserver")
+        monkeypatch.setenv(find.ENVIRONMENT_VARIABLE, str(named))
+        assert find_tritonserver().binary == named
+        explicit = executable(tmp_path / "explicit" / "tritonserver")
+        assert find_tritonserver(explicit).binary == explicit
+
+    def test_directories_beside_the_binary(self, tmp_path: Path) -> None:
+        binary = executable(tmp_path / "opt" / "bin" / "tritonserver")
+        assert find_tritonserver(binary) == Installation(binary, None, None)
+        (tmp_path / "opt" / "backends" / "python").mkdir(parents=True)
+        (tmp_path / "opt" / "caches" / "local").mkdir(parents=True)
+        found = find_tritonserver(binary)
+        assert (found.backends, found.caches) == (tmp_path / "opt" / "backends", tmp_path / "opt" / "caches")
+        assert not found.embedded
+
+    def test_a_link_leads_to_the_directories_of_the_real_binary(self, tmp_path: Path) -> None:
+        binary = embedded_layout(tmp_path / "site-packages")
+        link = tmp_path / "path" / "tritonserver"
+        link.parent.mkdir()
+        link.symlink_to(binary)
+        found = find_tritonserver()
+        assert found.embedded
+        assert found.libraries == tmp_path / "site-packages" / "nvidia_pytriton.libs"
+
+    def test_nothing_there(self) -> None:
+        with pytest.raises(ServeError, match=r'pip install "ditpack\[server\]"'):
+            find_tritonserver()
+
+    def test_the_one_asked_for_is_not_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        executable(tmp_path / "path" / "tritonserver")  # not taken instead
+        with pytest.raises(ServeError, match="--tritonserver is /nowhere/tritonserver"):
+            find_tritonserver("/nowhere/tritonserver")
+        monkeypatch.setenv(find.ENVIRONMENT_VARIABLE, str(tmp_path))
+        with pytest.raises(ServeError, match="no executable file"):
+            find_tritonserver()
+
+    @pytest.mark.parametrize("version", ["glibc 2.34", "glibc 2.9", None])
+    def test_the_embedded_one_needs_a_new_glibc(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None
+    ) -> None:
+        monkeypatch.setattr(os, "confstr", lambda name: version)
+        with pytest.raises(
+            ServeError, match=r"needs glibc 2\.35 or newer; this system has (glibc 2|another C library)"
+        ):
+            find_tritonserver(embedded_layout(tmp_path))
+
+    def test_no_stub_for_this_python(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        installation = find_tritonserver(embedded_layout(tmp_path, minors=(9, 10, 13)))
+        fake = SimpleNamespace(version_info=SimpleNamespace(minor=14))
+        monkeypatch.setattr(find, "sys", fake)
+        with pytest.raises(ServeError, match=r"no Python backend for Python 3\.14; it has 3\.9, 3\.10, 3\.13"):
+            installation.stub()
+
+    def test_a_servers_own_stub_for_another_python(self, tmp_path: Path) -> None:
+        binary = executable(tmp_path / "bin" / "tritonserver")
+        stub = executable(
+            tmp_path / "backends" / "python" / "triton_python_backend_stub", "\x7fELF libpython3.8.so.1.0"
+        )
+        with pytest.raises(ServeError, match=r"runs Python 3\.8, and this is Python 3\."):
+            find_tritonserver(binary).stub()
+        stub.write_text(f"\x7fELF libpython3.{MINOR}.so.1.0")
+        assert find_tritonserver(binary).stub() == stub
+
+
+class TestInterpreter:
+    def python3(self, monkeypatch: pytest.MonkeyPatch, directory: Path, answer: str) -> None:
+        executable(directory / "python3", f"#!/bin/sh\necho '{answer}'\n")
+        monkeypatch.setattr(interpreter, "bin_directory", lambda: directory)
+
+    def test_the_running_one(self) -> None:
+        interpreter.check_interpreter(needs_ditpack=False)
+
+    def test_another_python3_beside_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.python3(monkeypatch, tmp_path, '[6, "/usr", true]')
+        with pytest.raises(ServeError, match=r"would run in .*python3 \(Python 3\.6 in /usr\), not in"):
+            interpreter.check_interpreter(needs_ditpack=True)
+
+    def test_ditpack_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.python3(monkeypatch, tmp_path, f'[{MINOR}, "{sys.prefix}", false]')
+        interpreter.check_interpreter(needs_ditpack=False)
+        with pytest.raises(ServeError, match=r"ditpack is not installed in .*PYTHONPATH is ignored") as error:
+            interpreter.check_interpreter(needs_ditpack=True)
+        assert "-m pip install" in error.value.remedy
+
+    def test_no_python3_beside_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(interpreter, "bin_directory", lambda: tmp_path)
+        with pytest.raises(ServeError, match="does not work"):
+            interpreter.check_interpreter(needs_ditpack=False)
+
+    def test_libpython_of_the_first_directory_that_has_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        directories = [tmp_path / name for name in ("empty", "first", "second")]
+        for directory in directories[1:]:
+            directory.mkdir()
+            (directory / interpreter.libpython_name()).touch()
+        monkeypatch.setattr(interpreter, "_directories", lambda: iter(directories))
+        assert interpreter.require_libpython() == tmp_path / "first" / f"libpython3.{MINOR}.so.1.0"
+
+    def test_no_libpython(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(interpreter, "_directories", lambda: iter([tmp_path]))
+        with pytest.raises(ServeError) as error:
+            interpreter.require_libpython()
+        assert f"libpython3.{MINOR}.so.1.0" in error.value.problem
+        for way in (f"apt-get install libpython3.{MINOR}", "conda", f"uv python install 3.{MINOR}", "--enable-shared"):
+            assert way in error.value.remedy
+        assert len(str(error.value).splitlines()) == 2
+
+
+class TestPorts:
+    @pytest.fixture
+    def taken(self) -> Iterator[int]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield listener.getsockname()[1]
+
+    def test_zeros_become_different_free_ports(self) -> None:
+        ports = take_ports("127.0.0.1", dict.fromkeys(FLAGS, 0))
+        assert list(ports) == list(FLAGS)
+        assert len(set(ports.values()) - {0}) == 3
+
+    @pytest.mark.parametrize("flag", FLAGS)
+    def test_in_use(self, taken: int, flag: str) -> None:
+        with pytest.raises(ServeError, match=rf"Port {taken} on 127\.0\.0\.1 is in use \({flag}\)"):
+            take_ports("127.0.0.1", {**dict.fromkeys(FLAGS, 0), flag: taken})
+
+    def test_given_twice(self) -> None:
+        with pytest.raises(ServeError, match="--http-port and --metrics-port are both 9000"):
+            take_ports("127.0.0.1", dict(zip(FLAGS, (9000, 9001, 9000), strict=True)))
+
+    @pytest.mark.parametrize("port", [-1, 65536])
+    def test_no_port(self, port: int) -> None:
+        with pytest.raises(ServeError, match=f"--http-port {port} is no port"):
+            take_ports("127.0.0.1", {"--http-port": port})
+
+    def test_not_an_address_of_this_machine(self) -> None:
+        with pytest.raises(ServeError, match=r"--host 192\.0\.2\.1 is no address of this machine"):
+            take_ports("192.0.2.1", {"--http-port": 0})
+
+    def test_nothing_is_started_when_a_port_is_in_use(self, taken: int, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        with pytest.raises(ServeError, match=r"\(--grpc-port\)"):
+            TritonServer(
+                http_port=0, grpc_port=taken, metrics_port=0, log=log, model_repository=a_repository(tmp_path)
+            ).start()
+        assert not log.exists()
+
+
+def a_repository(directory: Path, code: str = "") -> Path:
+    model = directory / "models" / "double"
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").touch()
+    (model / "1" / "model.py").write_text(code)
+    return directory / "models"
+
+
+class TestRepository:
+    def test_named(self, tmp_path: Path) -> None:
+        root = a_repository(tmp_path)
+        (root / "not_a_model").mkdir()
+        assert find_repository(root) == root
+        assert model_names(root) == ["double"]
+
+    def test_of_the_checkout(self) -> None:
+        assert find_repository(None).name == "model_repository"
+
+    def test_of_an_installed_package_comes_first(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        package = tmp_path / "site-packages" / "ditpack"
+        root = a_repository(package).rename(package / "model_repository")
+        monkeypatch.setattr(repository.ditpack, "__file__", str(package / "__init__.py"))
+        assert find_repository(None) == root
+
+    def test_missing_or_empty(self, tmp_path: Path) -> None:
+        with pytest.raises(ServeError, match=r"No model repository at .*nowhere"):
+            find_repository(tmp_path / "nowhere")
+        with pytest.raises(ServeError, match="holds no models"):
+            find_repository(tmp_path)
+
+    def test_whether_models_need_ditpack(self, tmp_path: Path) -> None:
+        assert not imports_ditpack(a_repository(tmp_path / "theirs", "import numpy\n"))
+        assert imports_ditpack(a_repository(tmp_path / "ours", "from ditpack.tritonserver import dit_door\n"))
+        assert imports_ditpack(find_repository(None))
+
+
+class TestPreparing:
+    def settings(self, **changes: object) -> Settings:
+        ports = dict(zip(FLAGS, (1, 2, 3), strict=True))
+        settings = Settings(Path("/models"), Path("/weights"), "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
+        return dataclasses.replace(settings, **changes)
+
+    def test_command_line(self, tmp_path: Path) -> None:
+        server = Installation(Path("/opt/bin/tritonserver"), Path("/opt/backends"), Path("/opt/caches"))
+        command = command_line(server, self.settings(options=("--log-verbose=1",)))
+        assert command[0] == "/opt/bin/tritonserver"
+        assert command[-1] == "--log-verbose=1"
+        assert {
+            *("--model-repository=/models", "--backend-directory=/opt/backends", "--cache-directory=/opt/caches"),
+            *("--http-port=1", "--grpc-port=2", "--metrics-port=3", "--cache-config=local,size=1048576"),
+            *("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"),
+            *("--model-control-mode=none", "--exit-timeout-secs=60", "--disable-auto-complete-config"),
+            "--backend-config=python,shm-region-prefix-name=ditpack_ab_",
+        } < set(command)
+
+    def test_a_server_that_knows_its_own_directories(self) -> None:
+        command = command_line(Installation(Path("tritonserver"), None, None), self.settings())
+        assert not [option for option in command if "director" in option or "cache" in option]
+
+    def test_no_cache(self) -> None:
+        command = command_line(Installation(Path("tritonserver"), None, Path("/caches")), self.settings(cache_bytes=0))
+        assert not [option for option in command if "cache" in option]
+
+    def test_backend_directory_of_the_embedded_server(self, tmp_path: Path) -> None:
+        installation = find_tritonserver(embedded_layout(tmp_path / "site-packages"))
+        directory = tmp_path / "private"
+        directory.mkdir()
+        prepared = prepare_directory(installation, directory)
+        assert prepared.backends == directory / "backends"
+        names = sorted(path.name for path in (directory / "backends" / "python").iterdir())
+        assert names == ["libtriton_python.so", "triton_python_backend_stub"]
+        assert (directory / "lib" / interpreter.libpython_name()).is_file()
+        variables = environment(prepared, directory, Path("/weights"), {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine"})
+        assert variables == {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin",
+            "LD_LIBRARY_PATH": f"{directory}/lib:{tmp_path}/site-packages/nvidia_pytriton.libs:/mine",
+            "DITPACK_CHECKPOINT": "/weights",
+        }
+
+    def test_nothing_is_prepared_for_a_server_that_is_complete(self, tmp_path: Path) -> None:
+        installation = Installation(Path("tritonserver"), None, None)
+        assert prepare_directory(installation, tmp_path) == installation
+        assert list(tmp_path.iterdir()) == []
+        assert "LD_LIBRARY_PATH" not in environment(installation, tmp_path, Path("/weights"), {})
+
+
+class TestLeftovers:
+    def test_only_the_servers_own_regions_are_removed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(keeper, "_SHARED_MEMORY", tmp_path)
+        for name in ("ditpack_ab_1", "ditpack_ab_2", "ditpack_cd_1", "triton_python_backend_shm_region_1"):
+            (tmp_path / name).touch()
+        assert sorted(keeper.remove_shared_memory("ditpack_ab_")) == ["ditpack_ab_1", "ditpack_ab_2"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "ditpack_cd_1",
+            "triton_python_backend_shm_region_1",
+        ]
+
+    def test_servers_have_prefixes_of_their_own(self) -> None:
+        assert len({TritonServer().shm_prefix for _ in range(100)}) == 100
+
+    def run_keeper(self, tmp_path: Path, script: str, grace: float = 30.0) -> tuple[subprocess.Popen[str], Path]:
+        directory = tmp_path / "private"
+        directory.mkdir()
+        arguments = [
+            str(os.getpid()),
+            str(grace),
+            f"ditpack_{os.getpid()}_test_",
+            str(directory),
+            "/bin/sh",
+            "-c",
+            script,
+        ]
+        command = [sys.executable, "-I", "-S", keeper.__file__, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True), directory
+
+    def test_the_keeper_ends_what_the_server_leaves_running(self, tmp_path: Path) -> None:
+        """Also what left the server's process group."""
+        file = tmp_path / "orphan"
+        process, directory = self.run_keeper(
+            tmp_path, f"setsid sh -c 'echo $$ > {file}; sleep 600' & sleep 0.5; exit 7"
+        )
+        assert process.wait(20) == 7
+        assert not Path(f"/proc/{int(file.read_text())}").exists()
+        assert not directory.exists()
+
+    def test_the_keeper_kills_a_server_that_does_not_end_in_time(self, tmp_path: Path) -> None:
+        deaf = tmp_path / "deaf"
+        process, _ = self.run_keeper(tmp_path, f"trap '' TERM; touch {deaf}; while true; do sleep 600; done", grace=0.5)
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        deadline = time.monotonic() + 10
+        while not deaf.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(20) == 128 + 9
+        assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    from ditpack.models.checkpoint import CheckpointError
+
+    with pytest.raises(CheckpointError, match="no such directory"):
+        TritonServer(checkpoint=str(tmp_path / "nowhere"), log=tmp_path / "log").start()
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.7", "10.0.0.7")])
+def test_urls(host: str, reached: str) -> None:
+    server = TritonServer(host=host)
+    assert server.http_url == f"http://{reached}:8000"
+    assert server.grpc_url == f"{reached}:8001"
+    assert server.metrics_url == f"http://{reached}:8002/metrics"
