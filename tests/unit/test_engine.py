@@ -149,6 +149,26 @@ def test_the_budget_bounds_every_step(sampler: QwenImageSampler) -> None:
     assert sum(step.requests for step in stats) == 7 * 4
 
 
+def test_a_short_request_goes_before_a_long_one_and_neither_changes(sampler: QwenImageSampler) -> None:
+    """With room for one at a time, the long one pauses; pausing leaves no trace in its latents."""
+    long, short = request(seed=1, num_inference_steps=12), request(seed=2, num_inference_steps=2)
+    order: list[int] = []
+    short_ticket = Ticket(short)
+
+    def arrive_at_step_three(pack: Pack) -> None:
+        order.append(pack.members[0].request.seed)
+        if len(order) == 3:
+            served.submit(short_ticket.job, TIMEOUT)
+
+    served = engine(Hooked(sampler, step=arrive_at_step_three), token_budget=1)
+    long_ticket = Ticket(long)
+    served.submit(long_ticket.job, TIMEOUT)
+    assert relative_error(short_ticket.latents(), alone(sampler, short)) < 1e-5
+    assert relative_error(long_ticket.latents(), alone(sampler, long)) < 1e-5
+    served.close(TIMEOUT)
+    assert order == [1] * 3 + [2] * 2 + [1] * 9
+
+
 @pytest.mark.parametrize("shape", [(0, 32), (4, 31), (4096, 32)])
 def test_text_that_does_not_fit_is_refused_at_the_door(sampler: QwenImageSampler, shape: tuple[int, int]) -> None:
     served = engine(sampler)
@@ -176,7 +196,7 @@ def test_close_finishes_what_was_accepted(sampler: QwenImageSampler) -> None:
 
 def test_close_fails_what_it_cannot_finish_in_time(sampler: QwenImageSampler) -> None:
     served = engine(Hooked(sampler, step=lambda _: time.sleep(0.05)), token_budget=1)
-    running, waiting = Ticket(request(num_inference_steps=200)), Ticket(request(seed=8))
+    running, waiting = (Ticket(request(num_inference_steps=200, seed=seed)) for seed in (7, 8))
     served.submit(running.job, TIMEOUT)
     served.submit(waiting.job, TIMEOUT)
     started = time.monotonic()

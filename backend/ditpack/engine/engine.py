@@ -1,7 +1,7 @@
-"""The engine: one thread, three verbs. Requests join and leave between steps.
+"""The engine: one thread, three verbs. Requests join, pause and leave between steps.
 
-``schedule`` drops what was cancelled and lets waiting requests join, ``run`` takes one packed step, ``postprocess``
-hands finished requests to the delivery thread. Nothing else touches the sampler or the requests in flight.
+``schedule`` drops what was cancelled and chooses who takes the next step, ``run`` takes it in one packed forward,
+``postprocess`` hands finished requests to the delivery thread. Nothing else touches the sampler or the requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,10 +33,18 @@ class _Flight:
     job: Job
     tokens: int
     submitted: float
-    overtaken: int = 0
+    skipped: int = 0
     started: float = 0.0
-    member: Denoising | None = None  # set when it joins
+    member: Denoising | None = None  # set when it takes its first step
     pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
+
+    @property
+    def steps(self) -> int:
+        return self.job.request.num_inference_steps
+
+    @property
+    def steps_left(self) -> int:
+        return self.member.steps_left if self.member else self.steps
 
 
 class Engine:
@@ -46,7 +53,7 @@ class Engine:
     Args:
         sampler: what begins, packs, steps and finishes the requests of one model.
         token_budget: the most tokens a forward may carry; a larger request runs alone.
-        waiting_room: how many jobs may wait; ``submit`` blocks while it is full.
+        waiting_room: how many jobs may wait for a turn; ``submit`` blocks while it is full.
         on_step: called after every step on the delivery thread, for metrics.
     """
 
@@ -65,12 +72,12 @@ class Engine:
         self._waiting_room = waiting_room
         self._on_step = on_step
         self._delivery = DeliveryThread()
-        self._changed = threading.Condition()  # guards the next three
-        self._waiting: deque[_Flight] = deque()
+        self._changed = threading.Condition()  # guards the next four
+        self._flights: list[_Flight] = []  # everybody, oldest first
+        self._active: list[_Flight] = []  # those of them that take the current step
         self._refusal: str | None = None  # why no new job is taken; set once, by close or by death
         self._abandon = False  # close() ran out of time: fail what is left
-        self._active: list[_Flight] = []  # the engine thread's own, like the pack
-        self._pack: Pack | None = None
+        self._pack: Pack | None = None  # of the active ones, if it still holds; the engine thread's own
         self._thread = threading.Thread(target=self._loop, name="ditpack-engine", daemon=True)
         self._thread.start()
 
@@ -81,13 +88,13 @@ class Engine:
 
     @property
     def active_requests(self) -> int:
-        """How many requests are being denoised."""
+        """How many requests take part in the current step."""
         return len(self._active)
 
     @property
     def waiting_requests(self) -> int:
-        """How many requests wait to join."""
-        return len(self._waiting)
+        """How many requests wait for their turn, begun or not."""
+        return len(self._flights) - len(self._active)
 
     def submit(self, job: Job, timeout: float) -> None:
         """Put ``job`` into the waiting room, waiting up to ``timeout`` seconds while it is full.
@@ -106,13 +113,13 @@ class Engine:
                     raise Unavailable(self._refusal)
                 if stop := _stop_reason(flight):
                     raise stop
-                if len(self._waiting) < self._waiting_room:
+                if self.waiting_requests < self._waiting_room:
                     break
                 left = until - time.monotonic()
                 if left <= 0:
                     raise Unavailable(f"full: {self._waiting_room} requests have been waiting for {timeout:g} s")
                 self._changed.wait(min(left, _IDLE_WAIT_S))
-            self._waiting.append(flight)
+            self._flights.append(flight)
             self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
@@ -129,6 +136,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
+            self._sampler.bind_thread()
             while self._schedule():
                 self._run()
                 self._postprocess()
@@ -138,52 +146,47 @@ class Engine:
         finally:
             reason = self._refusal or "the engine stopped"
             with self._changed:
-                left = [*self._active, *self._waiting]
-                self._waiting.clear()
+                left, self._flights, self._active = self._flights, [], []
             for flight in left:
                 self._answer(flight, Unavailable(reason))
 
     def _schedule(self) -> bool:
-        """Drop the cancelled and let waiting requests join; sleep while there is nothing to do. False: end."""
+        """Drop the cancelled and choose who takes the next step; sleep while there is nobody. False: end."""
         with self._changed:
             while True:
                 if self._abandon:
                     return False
-                leaving = [(flight, stop) for flight in self._waiting if (stop := _stop_reason(flight))]
-                for flight, _ in leaving:
-                    self._waiting.remove(flight)
-                joining = self._batcher.select(sum(flight.tokens for flight in self._active), self._waiting)
-                for flight in joining:
-                    self._waiting.remove(flight)
-                if self._active or joining or leaving:
-                    self._changed.notify_all()
+                stopped = [(flight, stop) for flight in self._flights if (stop := _stop_reason(flight))]
+                for flight, _ in stopped:
+                    self._flights.remove(flight)
+                chosen = self._batcher.select(self._flights)
+                if chosen or stopped:
                     break
                 if self._refusal is not None:
                     return False
                 self._changed.wait(_IDLE_WAIT_S)
-        stopped = [(flight, stop) for flight in self._active if (stop := _stop_reason(flight))]
-        for flight, _ in stopped:
-            self._active.remove(flight)
-        for flight, stop in leaving + stopped:
+            if chosen != self._active:
+                self._active, self._pack = chosen, None
+                self._changed.notify_all()
+        for flight, stop in stopped:
             self._answer(flight, stop)
-        joined = [flight for flight in joining if self._begin(flight)]
-        if joined or stopped:
-            self._active += joined
-            self._pack = None
+        for flight in chosen:
+            if flight.member is None:
+                self._begin(flight)
         return True
 
-    def _begin(self, flight: _Flight) -> bool:
+    def _begin(self, flight: _Flight) -> None:
         try:
             flight.member = self._sampler.begin(flight.job.request, flight.job.conditioning)
         except Exception as error:
             self._sampler.check_device()
+            self._leave(flight)
             self._answer(flight, _as_answer(flight, error))
-            return False
-        flight.started = time.monotonic()
-        return True
+        else:
+            flight.started = time.monotonic()
 
     def _run(self) -> None:
-        """Take one step with everybody in flight."""
+        """Take one step with everybody whose turn it is."""
         if not self._active:
             return
         started = time.monotonic()
@@ -195,14 +198,14 @@ class Engine:
             flight.pack_sizes.append(len(members))
         for failed, error in failures:
             flight = next(flight for flight in self._active if flight.member is failed)
-            self._active.remove(flight)
+            self._leave(flight)
             self._answer(flight, _as_answer(flight, error))
         if self._on_step is not None:
             stats = StepStats(
                 requests=len(members),
                 rows=sum(len(member.rows) for member in members),
                 tokens=sum(member.tokens for member in members),
-                waiting=len(self._waiting),
+                waiting=self.waiting_requests,
                 seconds=time.monotonic() - started,
             )
             on_step = self._on_step
@@ -213,8 +216,7 @@ class Engine:
         for flight in tuple(self._active):
             if flight.member is None or flight.member.steps_left:
                 continue
-            self._active.remove(flight)
-            self._pack = None
+            self._leave(flight)
             try:
                 latents = self._sampler.finish(flight.member)
             except Exception as error:
@@ -222,6 +224,13 @@ class Engine:
                 self._answer(flight, _as_answer(flight, error))
             else:
                 self._deliver(flight, latents, time.monotonic())
+
+    def _leave(self, flight: _Flight) -> None:
+        with self._changed:
+            self._flights.remove(flight)
+            self._active.remove(flight)
+            self._pack = None
+            self._changed.notify_all()
 
     # Answers.
 

@@ -1,4 +1,4 @@
-"""The varlen sequence batcher: which waiting requests join the pack, counted in tokens."""
+"""The varlen sequence batcher: whose turn the next step is, counted in tokens."""
 
 from __future__ import annotations
 
@@ -6,47 +6,64 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class Sized(Protocol):
-    """A waiting request as the batcher sees it."""
+class Schedulable(Protocol):
+    """A request as the batcher sees it."""
 
-    tokens: int  # all its rows together
-    overtaken: int  # how many younger requests have joined before it; the batcher counts
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its rows: what it adds to a forward."""
+
+    @property
+    def steps(self) -> int:
+        """Steps it takes in all."""
+
+    @property
+    def steps_left(self) -> int:
+        """Steps it has still to take."""
+
+    skipped: int  # steps that went by without it; the batcher counts
 
 
-SizedT = TypeVar("SizedT", bound=Sized)
+RequestT = TypeVar("RequestT", bound=Schedulable)
 
 
 class VarlenSequenceBatcher:
-    """Admits requests, oldest first, while the pack stays within ``token_budget`` tokens.
+    """Chooses the requests of each step anew: least remaining work first, within ``token_budget`` tokens.
 
-    A request that does not fit is passed over, and smaller, younger ones may fill the gap; after ``max_overtaken`` of
-    them nobody passes it any more, so the pack drains until it fits. A request larger than the whole budget runs alone.
+    Past the budget a forward only gets slower, not more efficient, so finishing short requests first lowers the mean
+    latency and costs no throughput; a request's state is small and stays on the device, so pausing one is free.
+
+    Nobody starves: a request that was skipped for ``patience`` times its own number of steps goes before all that were
+    not, oldest first. What does not fit is passed over, and smaller requests fill the gap. A request larger than the
+    whole budget runs alone.
 
     Raises:
-        ValueError: if ``token_budget`` is below 1 or ``max_overtaken`` is negative.
+        ValueError: if ``token_budget`` is below 1 or ``patience`` is negative.
     """
 
-    def __init__(self, token_budget: int, max_overtaken: int = 16) -> None:
+    def __init__(self, token_budget: int, patience: float = 4.0) -> None:
         if token_budget < 1:
             raise ValueError(f"token_budget = {token_budget}: must be at least 1")
-        if max_overtaken < 0:
-            raise ValueError(f"max_overtaken = {max_overtaken}: must not be negative")
+        if patience < 0:
+            raise ValueError(f"patience = {patience}: must not be negative")
         self.token_budget = token_budget
-        self.max_overtaken = max_overtaken
+        self.patience = patience
 
-    def select(self, active_tokens: int, waiting: Sequence[SizedT]) -> list[SizedT]:
-        """The requests of ``waiting`` (oldest first) that join a pack of ``active_tokens`` tokens now."""
-        joining: list[SizedT] = []
-        passed_over: list[SizedT] = []
-        tokens = active_tokens
-        for candidate in waiting:
-            if tokens == 0 or tokens + candidate.tokens <= self.token_budget:
-                if any(older.overtaken >= self.max_overtaken for older in passed_over):
-                    break
-                for older in passed_over:
-                    older.overtaken += 1
-                tokens += candidate.tokens
-                joining.append(candidate)
+    def select(self, requests: Sequence[RequestT]) -> list[RequestT]:
+        """The requests that take the next step together; ``requests`` is everybody, oldest first."""
+
+        def turn(place: int) -> tuple[int, int, int]:
+            request = requests[place]
+            if request.skipped >= self.patience * request.steps:
+                return 0, 0, place
+            return 1, request.tokens * request.steps_left, place
+
+        chosen: set[int] = set()
+        tokens = 0
+        for place in sorted(range(len(requests)), key=turn):
+            if tokens == 0 or tokens + requests[place].tokens <= self.token_budget:
+                chosen.add(place)
+                tokens += requests[place].tokens
             else:
-                passed_over.append(candidate)
-        return joining
+                requests[place].skipped += 1
+        return [requests[place] for place in sorted(chosen)]

@@ -106,6 +106,11 @@ class QwenImageSampler:
         self.graphs = GraphCache(self._forward)
         self._previous_step: torch.cuda.Event | None = None
 
+    def bind_thread(self) -> None:
+        """Make this sampler's device the calling thread's own; kernels launch on the thread's device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
         """The rows that ``request`` will have in a pack.
 

@@ -62,14 +62,14 @@ class DitDoor:
 
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
-        from ditpack.models.families import load_sampler
+        from ditpack.models.families import UnusableError, load_sampler
 
         checkpoint = open_checkpoint(settings.checkpoint)
         limits = checkpoint.limits(settings.max_pixels)
         try:
-            sampler = load_sampler(checkpoint, device, dtype, settings.attention)
-        except ValueError as error:
-            raise ParameterError(instance.model, "attention", settings.attention, str(error)) from error
+            sampler = load_sampler(checkpoint, device, dtype, settings.attention, settings.quantization)
+        except UnusableError as error:
+            raise ParameterError(instance.model, error.setting, getattr(settings, error.setting), str(error)) from error
         metrics = StepMetrics(instance.name)
         engine = Engine(
             sampler,

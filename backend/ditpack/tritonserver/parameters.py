@@ -80,6 +80,7 @@ class DitSettings:
     checkpoint: str = _words("auto")
     dtype: str = _choice("auto", "bfloat16", "float32")
     attention: str = _words("auto")  # the attention package knows the names and refuses others
+    quantization: str = _choice("none", "fp8")
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
     token_budget: int = _number(int, DEFAULT_TOKEN_BUDGET, 64, 2**22, auto=True)
     waiting_room: int = _number(int, 16, 1, 4096)  # requests
