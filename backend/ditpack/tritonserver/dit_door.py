@@ -63,6 +63,7 @@ class DitDoor:
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
         from ditpack.models.families import UnusableError, load_sampler
+        from ditpack.sampling.knee import default_token_budget
 
         checkpoint = open_checkpoint(settings.checkpoint)
         limits = checkpoint.limits(settings.max_pixels)
@@ -73,7 +74,7 @@ class DitDoor:
         metrics = StepMetrics(instance.name)
         engine = Engine(
             sampler,
-            token_budget=settings.token_budget,
+            token_budget=settings.token_budget or default_token_budget(sampler),
             waiting_room=settings.waiting_room,
             on_step=metrics.step,
         )

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 _MOST_PIXELS = 2**26  # 8192 x 8192
-DEFAULT_TOKEN_BUDGET = 16384
 
 
 class ParameterError(DitpackError):
@@ -31,8 +30,8 @@ def _setting(default: Any, parse: Callable[[str], Any], allowed: str) -> Any:
     return dataclasses.field(default=default, metadata={"parse": parse, "allowed": allowed})
 
 
-def _number(kind: type[int] | type[float], default: float, low: float, high: float, auto: bool = False) -> Any:
-    def parse(text: str) -> float:
+def _number(kind: type[int] | type[float], default: float | None, low: float, high: float, auto: bool = False) -> Any:
+    def parse(text: str) -> float | None:
         if auto and text == "auto":
             return default
         value = kind(text)
@@ -82,7 +81,7 @@ class DitSettings:
     attention: str = _words("auto")  # the attention package knows the names and refuses others
     quantization: str = _choice("none", "fp8")
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
-    token_budget: int = _number(int, DEFAULT_TOKEN_BUDGET, 64, 2**22, auto=True)
+    token_budget: int | None = _number(int, None, 64, 2**22, auto=True)  # None: measured
     waiting_room: int = _number(int, 16, 1, 4096)  # requests
     admission_timeout_s: float = _number(float, 300.0, 0.1, 86400.0)
 
