@@ -81,6 +81,16 @@ def test_graphs_equal_eager_steps(embedded_checkpoint: Path) -> None:
         assert float((b - c).norm() / c.norm()) < 2e-2
 
 
+def test_unguided_packs_from_graphs(embedded_checkpoint: Path) -> None:
+    """Nothing follows the conditional rows but padding, which must not reach the latents."""
+    sampler = load(embedded_checkpoint, "cuda", torch.bfloat16)
+    unguided = [request(seed=4, num_inference_steps=6, true_cfg_scale=1.0)]
+    (ours,) = denoise(sampler, unguided)
+    sampler._graph_tokens = 0
+    (eager,) = denoise(sampler, unguided)
+    assert float((ours - eager).norm() / eager.norm()) < 2e-2
+
+
 def test_one_graph_serves_other_rows(embedded_checkpoint: Path) -> None:
     """Same bucket, other sizes and texts: the replayed graph must not remember the rows it was captured with."""
     sampler = load(embedded_checkpoint, "cuda", torch.bfloat16)

@@ -81,8 +81,9 @@ def modulate(
 ) -> Activation:
     """See ``ops.modulate`` and, with an ``update``, ``ops.add_modulate``. The modulation's rows may be strided."""
     tokens, width = x.shape
-    out = torch.empty_like(x, dtype=FP8 if fp8 else x.dtype)
-    out_scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if fp8 else out
+    quantized = _empty_quantized(tokens, width, x.device) if fp8 else None
+    out = torch.empty_like(x) if quantized is None else quantized.values
+    out_scale = out if quantized is None else quantized.scale
     gate = shift if gate is None else gate
     _modulate_kernel[(tokens,)](
         x, x if update is None else update, gate, shift, scale, rows, out, out_scale,
@@ -90,7 +91,13 @@ def modulate(
         width, 1e-6,
         ADD=update is not None, FP8=fp8, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
     )  # fmt: skip
-    return Quantized(out, out_scale) if fp8 else out
+    return quantized or out
+
+
+def _empty_quantized(tokens: int, width: int, device: torch.device) -> Quantized:
+    padded = -(-tokens // 16) * 16
+    values = torch.empty((padded, width), dtype=FP8, device=device)
+    return Quantized(values, torch.empty((padded, 1), dtype=torch.float32, device=device), tokens)
 
 
 @triton.jit
@@ -113,14 +120,13 @@ def _quantize_kernel(
 def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quantized:
     """See ``ops.quantize``."""
     tokens, width = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
-    out = torch.empty((tokens, width), dtype=FP8, device=x.device)
-    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    quantized = _empty_quantized(tokens, width, x.device)
     _quantize_kernel[(tokens,)](
-        x, x if slots is None else slots, out, scale,
+        x, x if slots is None else slots, quantized.values, quantized.scale,
         width,
         GATHER=slots is not None, GELU=gelu, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
     )  # fmt: skip
-    return Quantized(out, scale)
+    return quantized
 
 
 @triton.jit

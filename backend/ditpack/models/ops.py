@@ -47,7 +47,7 @@ def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quan
     values = (x if slots is None else x[slots]).float()
     values = F.gelu(values, approximate="tanh") if gelu else values
     scale = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
-    return Quantized((values / scale).to(FP8), scale)
+    return Quantized((values / scale).to(FP8), scale, len(values))
 
 
 def take(x: Tensor, slots: Tensor, fp8: bool) -> Activation:

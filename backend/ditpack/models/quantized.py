@@ -13,10 +13,14 @@ FP8_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """``values`` [n, width] in e4m3 and ``scale`` [n, 1] in fp32; their product is the activation."""
+    """``values`` [n, width] in e4m3 and ``scale`` [n, 1] in fp32; their product is the activation of ``tokens`` tokens.
+
+    On a GPU n is a multiple of 16, as the matrix multiplication wants it; what lies behind the tokens is not defined.
+    """
 
     values: Tensor
     scale: Tensor
+    tokens: int
 
 
 Activation = Tensor | Quantized
@@ -38,9 +42,9 @@ class Fp8Linear(nn.Module):
         self.register_buffer("bias", linear.bias.detach())
 
     def forward(self, x: Quantized) -> Tensor:
-        """[n, in] → [n, out] in the bias's dtype, accumulated in fp32."""
+        """[tokens, in] → [tokens, out] in the bias's dtype, accumulated in fp32."""
         if x.values.is_cuda:
-            return torch._scaled_mm(
+            product = torch._scaled_mm(
                 x.values,
                 self.weight.t(),
                 scale_a=x.scale,
@@ -49,6 +53,7 @@ class Fp8Linear(nn.Module):
                 out_dtype=self.bias.dtype,
                 use_fast_accum=True,
             )
+            return product[: x.tokens]
         product = (x.values.float() * x.scale) @ (self.weight.float() * self.scale.t()).t()
         return (product + self.bias.float()).to(self.bias.dtype)
 

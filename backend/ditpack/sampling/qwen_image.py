@@ -196,11 +196,12 @@ class QwenImageSampler:
         inputs = (torch.cat((image, image[:guided], pack.tail)), pack.modulation_slots[pack.next])
         lasting = (pack.text, pack.layout, pack.rotary)
         velocity = self.graphs.run(pack.bucket, inputs, lasting, owner=pack).float()
+        positive = velocity[:total]  # behind it: the unconditional rows, then padding
         if guided:
-            combined = true_cfg(velocity[:guided], velocity[total : total + guided], pack.scales)
-            velocity = torch.cat((combined, velocity[guided:total]))
+            combined = true_cfg(positive[:guided], velocity[total : total + guided], pack.scales)
+            positive = torch.cat((combined, positive[guided:]))
         sigma_step = pack.sigma_steps[pack.next][pack.token_members].unsqueeze(1)
-        pack.latents = pack.latents + sigma_step * velocity
+        pack.latents = pack.latents + sigma_step * positive
         pack.next += 1
         for member, latents in zip(
             pack.members, pack.latents.split([len(m.latents) for m in pack.members]), strict=True
