@@ -78,9 +78,9 @@ def test_a_cancel_check_that_raises_kills_one(sampler: QwenImageSampler) -> None
 
     served = engine(sampler)
     good, bad = Ticket(request(seed=1)), Ticket(request(seed=2), is_cancelled=broken)
-    with pytest.raises(GenerationFailed):
-        served.submit(bad.job, TIMEOUT)
+    served.submit(bad.job, TIMEOUT)
     served.submit(good.job, TIMEOUT)
+    assert isinstance(bad.outcome(), GenerationFailed)
     assert isinstance(good.outcome(), Result)
     served.close(TIMEOUT)
 

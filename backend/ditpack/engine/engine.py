@@ -101,7 +101,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the text features do not fit the model.
-            Cancelled: it was cancelled, or its deadline passed, before there was room.
+            Cancelled: its deadline passed before there was room.
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """
         tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
@@ -111,7 +111,7 @@ class Engine:
             while True:
                 if self._refusal is not None:
                     raise Unavailable(self._refusal)
-                if stop := _stop_reason(flight):
+                if stop := _passed_deadline(flight):
                     raise stop
                 if self.waiting_requests < self._waiting_room:
                     break
@@ -277,13 +277,22 @@ def _as_answer(flight: _Flight, error: Exception) -> DitpackError:
 
 
 def _stop_reason(flight: _Flight) -> DitpackError | None:
-    """Why ``flight`` should not go on, or None."""
-    steps = f"{flight.member.step if flight.member else 0} of {flight.job.request.num_inference_steps} steps"
-    deadline = flight.job.request.deadline_ns
-    if deadline is not None and time.monotonic_ns() >= deadline:
-        return Cancelled(f"DEADLINE_MS = {flight.job.request.deadline_ms}: the deadline passed after {steps}")
+    """Why ``flight`` should not go on, or None. Asked by the engine's thread alone."""
+    if passed := _passed_deadline(flight):
+        return passed
     try:
         cancelled = flight.job.is_cancelled()
     except Exception as error:
         return _as_answer(flight, error)
-    return Cancelled(f"cancelled by the client after {steps}") if cancelled else None
+    return Cancelled(f"cancelled by the client after {_progress(flight)}") if cancelled else None
+
+
+def _passed_deadline(flight: _Flight) -> Cancelled | None:
+    deadline = flight.job.request.deadline_ns
+    if deadline is None or time.monotonic_ns() < deadline:
+        return None
+    return Cancelled(f"DEADLINE_MS = {flight.job.request.deadline_ms}: the deadline passed after {_progress(flight)}")
+
+
+def _progress(flight: _Flight) -> str:
+    return f"{flight.steps - flight.steps_left} of {flight.steps} steps"

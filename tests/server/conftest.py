@@ -1,0 +1,52 @@
+"""One real tritonserver with the tiny checkpoint for all of these tests, and clients to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_tools import Caller, serving
+
+from ditpack.tritonserver.launch import TritonServer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+# Each model is a process with its own OpenMP threads. Where they outnumber the cores, as in CI, threads that spin while
+# they wait slow everything down tenfold, and times would say nothing.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Shared by all tests: leave it idle. When it has stopped, no process, thread or shared memory of it is left."""
+    before = set(threading.enumerate())
+    with serving(tiny_checkpoint, tmp_path_factory.mktemp("server") / "tritonserver.log") as started:
+        yield started
+    left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    assert not left, f"threads {left} outlived the server's clients"
+
+
+@pytest.fixture(params=["http", "grpc"])
+def caller(request: pytest.FixtureRequest, server: TritonServer) -> Iterator[Caller]:
+    """Each test that uses it runs over HTTP and over gRPC."""
+    opened = Caller(server, request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def http_caller(server: TritonServer) -> Iterator[Caller]:
+    opened = Caller(server, "http")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def grpc_caller(server: TritonServer) -> Iterator[Caller]:
+    opened = Caller(server, "grpc")
+    yield opened
+    opened.close()
