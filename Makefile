@@ -24,7 +24,7 @@ demo: venv
 	$(BIN)/ditpack demo
 
 test: lint
-	$(BIN)/python -m pytest $(TESTS)
+	DITPACK_TESTS_REQUIRE_SERVER=1 $(BIN)/python -m pytest $(TESTS)
 
 lint: venv
 	$(BIN)/ruff check .

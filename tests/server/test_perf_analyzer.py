@@ -33,7 +33,7 @@ def test_mixed_sizes_from_a_file(
 ) -> None:
     address = server.http_url.removeprefix("http://") if protocol == "http" else server.grpc_url
     shared = metric(server, "ditpack_shared_steps_total")
-    export = tmp_path / "profile.json"
+    export = tmp_path / "profile.json"  # holds the answers as text, so the inputs ask for base64
     done = perf_analyzer.run(
         *("-m", "qwen_image", "-u", address, "-i", protocol),
         *("--input-data", str(INPUTS), "--concurrency-range", "4", "--request-count", str(REQUESTS)),
