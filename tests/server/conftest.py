@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,10 +13,6 @@ from server_tools import Caller, serving
 from ditpack.tritonserver.launch import TritonServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-# Each model is a process with its own OpenMP threads. Where they outnumber the cores, as in CI, threads that spin while
-# they wait slow everything down tenfold, and times would say nothing.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from PIL import Image
 from server_tools import TIMEOUT, Caller, Pixels, assert_same_picture, info
 
 from ditpack.tritonserver.launch import TritonServer
-from ditpack_client import AsyncClient, Client, ImageResult
+from ditpack_client import AsyncClient, Client, ImageRequest, ImageResult
 
 pytestmark = pytest.mark.server
 
@@ -178,8 +178,8 @@ class TestClient:
             self.check(client.generate("a red kite", timeout=TIMEOUT, **self.SETTINGS), kite)
             raw = client.generate("a red kite", timeout=TIMEOUT, output_format="raw", **self.SETTINGS)
             self.check(raw, kite)
-            many = client.generate_many([{"prompt": "a red kite", **self.SETTINGS}] * 3, timeout=TIMEOUT)
-            found = dict(many)
+            same: ImageRequest = {"prompt": "a red kite", **self.SETTINGS}  # type: ignore[typeddict-item]
+            found = dict(client.generate_many([same] * 3, timeout=TIMEOUT))
         assert found.keys() == {0, 1, 2}
         for result in found.values():
             assert isinstance(result, ImageResult)

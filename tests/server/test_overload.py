@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from ditpack.tritonserver.launch import TritonServer
 pytestmark = pytest.mark.server
 
 QUEUE = 4
+STORM = 8.0  # seconds; the crash came within them in nearly every run
 SOON = 5.0  # seconds; a refusal needs no work, a blocker would take far longer
 SMALL = {"PROMPT": "a red kite", "WIDTH": 32, "HEIGHT": 32, "NUM_INFERENCE_STEPS": 2, "SEED": 1}
 LARGE = {"PROMPT": "a red kite", "WIDTH": 768, "HEIGHT": 768, "NUM_INFERENCE_STEPS": 200, "SEED": 1}
@@ -165,3 +167,27 @@ def test_a_higher_priority_overtakes(calls: Calls, model: str) -> None:
     calls.wait_for("low 1", "low 2", "usual", "high")
     order = [name for name in calls.answers if name in ("low 1", "low 2", "usual", "high")]
     assert order == ["high", "usual", "low 1", "low 2"]
+
+
+def test_cancels_at_every_stage_leave_the_server_alive(narrow: TritonServer, calls: Calls) -> None:
+    """In the queue, at the door, in the waiting room, in the engine: 2.51 crashed when two threads asked for cancels."""
+    chance = random.Random(1)
+    sent = 0
+    until = time.monotonic() + STORM
+    while time.monotonic() < until:
+        names = [f"call {sent + index}" for index in range(chance.randint(1, 3 + QUEUE))]
+        sent += len(names)
+        for name in names:
+            calls.send(name, "large")
+            time.sleep(chance.choice([0, 0, 0.01, 0.05]))
+        chance.shuffle(names)
+        for name in names:
+            calls.cancel(name)
+            time.sleep(chance.choice([0, 0, 0.005, 0.02]))
+        wait_until("an idle engine", lambda: load(narrow) == (0, 0))
+    calls.wait_for(*(f"call {index}" for index in range(sent)))
+    assert len(calls.answers) == sent
+    assert {code(answer) for answer in calls.answers.values()} <= {"CANCELLED", "UNAVAILABLE"}
+    caller = Caller(narrow, "grpc")
+    assert caller.infer(SMALL)["SEED_USED"].item() == 1
+    caller.close()

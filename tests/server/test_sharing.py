@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from server_tools import TIMEOUT, assert_same_picture, load, metric, wait_until
 
@@ -50,7 +51,7 @@ def client(server: TritonServer) -> Iterator[Client]:
 
 
 def test_twelve_requests_share_steps_and_save_time(server: TritonServer, client: Client) -> None:
-    def counters() -> np.ndarray:
+    def counters() -> npt.NDArray[np.float64]:
         names = ("ditpack_steps_total", "ditpack_step_requests_total", "ditpack_shared_steps_total")
         return np.array([metric(server, name) for name in names])
 

@@ -281,6 +281,7 @@ class TestPreparing:
         assert (directory / "lib" / interpreter.libpython_name()).is_file()
         variables = environment(prepared, directory, Path("/weights"), {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine"})
         assert variables == {
+            "OMP_WAIT_POLICY": "PASSIVE",
             "PATH": f"{Path(sys.executable).parent}:/usr/bin",
             "LD_LIBRARY_PATH": f"{directory}/lib:{tmp_path}/site-packages/nvidia_pytriton.libs:/mine",
             "DITPACK_CHECKPOINT": "/weights",
@@ -291,6 +292,8 @@ class TestPreparing:
         assert prepare_directory(installation, tmp_path) == installation
         assert list(tmp_path.iterdir()) == []
         assert "LD_LIBRARY_PATH" not in environment(installation, tmp_path, Path("/weights"), {})
+        mine = {"OMP_WAIT_POLICY": "ACTIVE"}
+        assert environment(installation, tmp_path, Path("/weights"), mine)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 class TestLeftovers:

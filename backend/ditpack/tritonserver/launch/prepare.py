@@ -58,6 +58,9 @@ def environment(
     """``base`` with what the server and its models need on top."""
     result = dict(base)
     result[CHECKPOINT_VARIABLE] = str(checkpoint)
+    # Each model is a process with OpenMP threads of its own. On a CPU, threads that spin while they wait take the cores
+    # from the other models: much slower when the machine is busy, and hardly faster when it is not.
+    result.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     result["PATH"] = os.pathsep.join(filter(None, (str(bin_directory()), base.get("PATH", os.defpath))))
     if installation.libraries:
         paths = (str(directory / "lib"), str(installation.libraries), base.get("LD_LIBRARY_PATH"))
