@@ -170,7 +170,7 @@ def test_a_higher_priority_overtakes(calls: Calls, model: str) -> None:
 
 
 def test_cancels_at_every_stage_leave_the_server_alive(narrow: TritonServer, calls: Calls) -> None:
-    """In the queue, at the door, in the waiting room, in the engine: 2.51 crashed when two threads asked for cancels."""
+    """In the queue, at the door, waiting, in the engine: 2.51 crashed when two threads asked for cancels."""
     chance = random.Random(1)
     sent = 0
     until = time.monotonic() + STORM
