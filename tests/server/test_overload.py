@@ -184,7 +184,7 @@ def test_cancels_at_every_stage_leave_the_server_alive(narrow: TritonServer, cal
         for name in names:
             calls.cancel(name)
             time.sleep(chance.choice([0, 0, 0.005, 0.02]))
-        wait_until("an idle engine", lambda: load(narrow) == (0, 0))
+        wait_until("an idle server", lambda: load(narrow) == (0, 0) and calls.queued() == 0)
     calls.wait_for(*(f"call {index}" for index in range(sent)))
     assert len(calls.answers) == sent
     assert {code(answer) for answer in calls.answers.values()} <= {"CANCELLED", "UNAVAILABLE"}
