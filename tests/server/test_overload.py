@@ -30,7 +30,7 @@ from ditpack.tritonserver.launch import TritonServer
 pytestmark = pytest.mark.server
 
 QUEUE = 4
-STORM = 8.0  # seconds; the crash came within them in nearly every run
+STORM = 8.0  # seconds; the crash came within them in most runs
 SOON = 5.0  # seconds; a refusal needs no work, a blocker would take far longer
 SMALL = {"PROMPT": "a red kite", "WIDTH": 32, "HEIGHT": 32, "NUM_INFERENCE_STEPS": 2, "SEED": 1}
 # Long enough that the answers of two come apart, though the decoder takes those that arrive together in one batch.
