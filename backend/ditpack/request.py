@@ -67,9 +67,11 @@ class ImageRequest:
         return self.true_cfg_scale > 1
 
     @property
-    def deadline_ns(self) -> int | None:
-        """The ``time.monotonic_ns()`` after which the request is dropped, or None."""
-        return None if self.deadline_ms is None else self.accepted_ns + self.deadline_ms * 1_000_000
+    def expired(self) -> bool:
+        """Whether its deadline, if it has one, has passed."""
+        if self.deadline_ms is None:
+            return False
+        return time.monotonic_ns() >= self.accepted_ns + self.deadline_ms * 1_000_000
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)

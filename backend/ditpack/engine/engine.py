@@ -288,8 +288,7 @@ def _stop_reason(flight: _Flight) -> DitpackError | None:
 
 
 def _passed_deadline(flight: _Flight) -> Cancelled | None:
-    deadline = flight.job.request.deadline_ns
-    if deadline is None or time.monotonic_ns() < deadline:
+    if not flight.job.request.expired:
         return None
     return Cancelled(f"DEADLINE_MS = {flight.job.request.deadline_ms}: the deadline passed after {_progress(flight)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,7 +17,7 @@ Made = TypeVar("Made")
 
 def check_deadline(request: ImageRequest, before: str) -> None:
     """Raise Cancelled when ``request`` came too late for the work named ``before``."""
-    if request.deadline_ns is not None and time.monotonic_ns() >= request.deadline_ns:
+    if request.expired:
         raise Cancelled(f"DEADLINE_MS = {request.deadline_ms}: the deadline passed before {before} began")
 
 
