@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,6 @@ def milliseconds(call: Callable[[], Any], repeats: int, warmup: int = 1) -> floa
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
         else:
-            import time
-
             begun = time.perf_counter()
             call()
             times.append(1000 * (time.perf_counter() - begun))
