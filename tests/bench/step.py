@@ -25,7 +25,6 @@ from step_impls import (
     ditpack,
     exact,
     make_cases,
-    random_weights,
     serial,
     share_weights,
 )
@@ -34,6 +33,7 @@ from torch import Tensor
 from ditpack.attention import Attention, select_attention
 from ditpack.models.quantized import quantize_blocks
 from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer
+from ditpack.models.weights import fill_random
 from ditpack.packing.layout import Row, build_layout
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.qwen_image import QwenImageSampler
@@ -137,10 +137,8 @@ def build_reference(config: QwenImageConfig, device: torch.device, dtype: torch.
             num_layers=config.num_layers, num_attention_heads=config.num_attention_heads
         ).to(dtype)
     rope = type(theirs.pos_embed)(theta=10000, axes_dim=list(config.axes_dims_rope), scale_rope=True)
-    theirs = theirs.to_empty(device=device)
-    theirs.pos_embed = rope  # plain tensors that the meta device left without values
-    torch.manual_seed(0)
-    random_weights(theirs)
+    theirs.pos_embed = rope.to(device)  # plain tensors that the meta device left without values
+    fill_random(theirs, Path("random"), device, dtype)
     return theirs.eval().requires_grad_(False)
 
 

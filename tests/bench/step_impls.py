@@ -51,17 +51,6 @@ def make_cases(
     ]
 
 
-def random_weights(model: QwenImageTransformer2DModel) -> None:
-    """Fill a model that was built on the meta device; scaled so that activations stay of order 1."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02)
-        else:
-            # Small gates, as in a trained model; with gates of 1 the depth alone would blow rounding up to 20 %.
-            gain = 0.1 if "_mod." in name else 1.0
-            parameter.data.normal_(0, gain * parameter.shape[1] ** -0.5)
-
-
 def share_weights(ours: QwenImageTransformer, theirs: QwenImageTransformer2DModel) -> None:
     """Give ``ours`` (on meta) the tensors of ``theirs``; only queries, keys and values are copied, into one."""
     parts: dict[str, dict[int, Tensor]] = defaultdict(dict)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ditpack.models.checkpoint import open_checkpoint
 from ditpack.tritonserver.launch import ServeError, TritonServer, find, interpreter, keeper, repository
 from ditpack.tritonserver.launch.find import Installation, find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
@@ -243,10 +244,13 @@ class TestRepository:
         assert imports_ditpack(find_repository(None))
 
 
+EMBEDDED = open_checkpoint("embedded", weights="stored")
+
+
 class TestPreparing:
     def settings(self, **changes: object) -> Settings:
         ports = dict(zip(FLAGS, (1, 2, 3), strict=True))
-        settings = Settings(Path("/models"), Path("/weights"), "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
+        settings = Settings(Path("/models"), "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
         return dataclasses.replace(settings, **changes)
 
     def test_command_line(self, tmp_path: Path) -> None:
@@ -279,21 +283,22 @@ class TestPreparing:
         names = sorted(path.name for path in (directory / "backends" / "python").iterdir())
         assert names == ["libtriton_python.so", "triton_python_backend_stub"]
         assert (directory / "lib" / interpreter.libpython_name()).is_file()
-        variables = environment(prepared, directory, Path("/weights"), {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine"})
+        variables = environment(prepared, directory, EMBEDDED, {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine"})
         assert variables == {
             "OMP_WAIT_POLICY": "PASSIVE",
             "PATH": f"{Path(sys.executable).parent}:/usr/bin",
             "LD_LIBRARY_PATH": f"{directory}/lib:{tmp_path}/site-packages/nvidia_pytriton.libs:/mine",
-            "DITPACK_CHECKPOINT": "/weights",
+            "DITPACK_CHECKPOINT": str(EMBEDDED.path),
+            "DITPACK_WEIGHTS": "stored",
         }
 
     def test_nothing_is_prepared_for_a_server_that_is_complete(self, tmp_path: Path) -> None:
         installation = Installation(Path("tritonserver"), None, None)
         assert prepare_directory(installation, tmp_path) == installation
         assert list(tmp_path.iterdir()) == []
-        assert "LD_LIBRARY_PATH" not in environment(installation, tmp_path, Path("/weights"), {})
+        assert "LD_LIBRARY_PATH" not in environment(installation, tmp_path, EMBEDDED, {})
         mine = {"OMP_WAIT_POLICY": "ACTIVE"}
-        assert environment(installation, tmp_path, Path("/weights"), mine)["OMP_WAIT_POLICY"] == "ACTIVE"
+        assert environment(installation, tmp_path, EMBEDDED, mine)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 class TestLeftovers:

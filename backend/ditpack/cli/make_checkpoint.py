@@ -1,4 +1,4 @@
-"""``ditpack make-checkpoint tiny DIR``: write a small random checkpoint to test with."""
+"""``ditpack make-checkpoint``: write a checkpoint to test or measure with."""
 
 from __future__ import annotations
 
@@ -17,26 +17,34 @@ class Preset(enum.StrEnum):
     """The checkpoints that can be made."""
 
     TINY = "tiny"
+    QWEN_IMAGE = "qwen-image"
 
 
 def make_checkpoint(
-    preset: Annotated[Preset, typer.Argument(help="What to make. tiny: 2 layers, random weights, about 1 MB.")],
+    preset: Annotated[
+        Preset,
+        typer.Argument(help="tiny: 2 layers, random weights, 1 MB. qwen-image: the published configs, no weights."),
+    ],
     directory: Annotated[Path, typer.Argument(help="An empty or new folder.")],
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same weights.")] = 0,
 ) -> None:
-    """Write a random Qwen-Image checkpoint with the real classes, to test with. Its pictures are noise."""
+    """Write a Qwen-Image checkpoint with the real classes, to test or measure with. Its pictures are noise."""
     start = time.monotonic()
     errors = Console(stderr=True)
     try:
         from transformers.utils import logging
 
+        from ditpack.models.published import write_published_configs
         from ditpack.models.tiny import write_tiny_checkpoint
     except ImportError as error:
         errors.print(f"[red]make-checkpoint needs the model libraries ({error}); install ditpack\\[backend][/red]")
         raise typer.Exit(1) from None
     logging.disable_progress_bar()
     try:
-        write_tiny_checkpoint(directory, seed=seed)
+        if preset is Preset.TINY:
+            write_tiny_checkpoint(directory, seed=seed)
+        else:
+            write_published_configs(directory)
     except (DitpackError, OSError) as error:
         errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -48,5 +56,8 @@ def make_checkpoint(
         console.print(f"  {path.name + ('/' if path.is_dir() else ''):<18}{below / 1024:>9.1f} KiB", highlight=False)
     console.print(f"  {'together':<18}{size / 1024:>9.1f} KiB", highlight=False)
     console.print(
-        f"Serve it with: ditpack serve --checkpoint {directory}", soft_wrap=True, highlight=False, markup=False
+        f"Serve it with: ditpack serve --checkpoint {directory}{' --weights random' * (preset is Preset.QWEN_IMAGE)}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )

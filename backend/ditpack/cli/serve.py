@@ -26,6 +26,9 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    weights: Annotated[
+        str, typer.Option(help="stored; random = made up on the device, the checkpoint needs no weights; or auto.")
+    ] = "auto",
     model_repository: Annotated[
         Path | None, typer.Option(help="What Triton loads, instead of ditpack's own repository.", show_default=False)
     ] = None,
@@ -65,6 +68,7 @@ def serve(
         grpc_port,
         metrics_port,
         log,
+        weights=weights,
         tritonserver=tritonserver,
         cache_bytes=cache_mb * 2**20,
         exit_timeout=exit_timeout,

@@ -16,6 +16,8 @@ from ditpack.request import Limits
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
 ENVIRONMENT_VARIABLE = "DITPACK_CHECKPOINT"
+WEIGHTS_VARIABLE = "DITPACK_WEIGHTS"
+WEIGHTS = ("stored", "random")
 
 # Pipeline class → component folder → the classes that may stand in model_index.json for it.
 FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -31,6 +33,8 @@ FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 __all__ = [
     "EMBEDDED",
     "ENVIRONMENT_VARIABLE",
+    "WEIGHTS",
+    "WEIGHTS_VARIABLE",
     "Checkpoint",
     "CheckpointError",
     "GenerationSettings",
@@ -52,7 +56,8 @@ class GenerationSettings:
 class Checkpoint:
     """A directory that was looked through and fits together.
 
-    ``family`` is the pipeline class of its model_index.json; the configs are its json files as they are.
+    ``family`` is the pipeline class of its model_index.json; the configs are its json files as they are. ``weights``:
+    whether its models get the stored weights or random ones.
     """
 
     path: Path
@@ -62,6 +67,7 @@ class Checkpoint:
     vae_config: dict[str, Any]
     text_encoder_config: dict[str, Any]
     settings: GenerationSettings
+    weights: str = "stored"
 
     @property
     def vae_scale_factor(self) -> int:
@@ -94,11 +100,12 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(location: str | Path | None = "auto") -> Checkpoint:
+def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto") -> Checkpoint:
     """Look through a checkpoint directory and return its configs.
 
     ``location``: "auto" or None = ``$DITPACK_CHECKPOINT`` if that is set, else "embedded"; "embedded" = the small model
-    inside this package; anything else is a directory.
+    inside this package; anything else is a directory. ``weights``: "stored"; "random" = made up on the device, so that
+    the directory needs no more than configs and tokenizer; "auto" = ``$DITPACK_WEIGHTS`` if set, else "stored".
 
     Raises:
         CheckpointError: naming the file, the key, its value and what is allowed.
@@ -110,6 +117,11 @@ def open_checkpoint(location: str | Path | None = "auto") -> Checkpoint:
         raise CheckpointError(
             f"{path}: no such directory; a checkpoint is a local directory in diffusers' layout (nothing is downloaded)"
         )
+
+    if weights == "auto":
+        weights = os.environ.get(WEIGHTS_VARIABLE) or "stored"
+    if weights not in WEIGHTS:
+        raise CheckpointError(f"weights = {weights!r}: must be one of {', '.join(WEIGHTS)}")
 
     index = Config.read(path / "model_index.json")
     family = index.one_of("_class_name", tuple(FAMILIES))
@@ -125,8 +137,9 @@ def open_checkpoint(location: str | Path | None = "auto") -> Checkpoint:
     vae = Config.read(path / "vae" / "config.json")
     text_encoder = Config.read(path / "text_encoder" / "config.json")
     check_fit(transformer, scheduler, vae, text_encoder, Config(text_encoder.file, text_part(text_encoder.values)))
-    for component in ("transformer", "vae", "text_encoder"):
-        find_weights(path / component)
+    if weights == "stored":
+        for component in ("transformer", "vae", "text_encoder"):
+            find_weights(path / component)
     _check_tokenizer(path / "tokenizer")
 
     return Checkpoint(
@@ -137,6 +150,7 @@ def open_checkpoint(location: str | Path | None = "auto") -> Checkpoint:
         vae_config=vae.values,
         text_encoder_config=text_encoder.values,
         settings=_settings(path / "ditpack.json", size_multiple=2 * 2 ** len(vae["temperal_downsample"])),
+        weights=weights,
     )
 
 

@@ -10,7 +10,7 @@ from ditpack.attention import select_attention
 from ditpack.models.checkpoint import Checkpoint
 from ditpack.models.quantized import quantize_blocks
 from ditpack.models.qwen_image import QwenImageConfig, QwenImageTransformer, stored_name
-from ditpack.models.weights import load_into
+from ditpack.models.weights import load_component
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.qwen_image import QwenImageSampler
 
@@ -47,7 +47,7 @@ def load_sampler(
         raise UnusableError("attention", str(error)) from error
     with torch.device("meta"):
         transformer = QwenImageTransformer(config, varlen)
-    report = load_into(transformer, checkpoint.path / "transformer", device, dtype, rename=stored_name)
+    report = load_component(checkpoint, "transformer", transformer, device, dtype, rename=stored_name)
     logger.info("transformer: %s", report)
     if quantization == "fp8":
         quantize_blocks(transformer.transformer_blocks)

@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 from ditpack.errors import InvalidRequest
 from ditpack.models.checkpoint import Checkpoint, CheckpointError
 from ditpack.models.prompt import DROP
-from ditpack.models.weights import LoadReport, load_into
+from ditpack.models.weights import LoadReport, load_component
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def load_text_encoder(checkpoint: Checkpoint, device: torch.device, dtype: torch
         ) from error
     # No file holds the rotary frequencies: built again here, in fp32 and off the meta device.
     model.rotary_emb = type(model.rotary_emb)(config).to(device)
-    report = load_into(model, directory, device, dtype, rename=_language_model)
+    report = load_component(checkpoint, "text_encoder", model, device, dtype, rename=_language_model)
     log.info("%s", report)
     return TextEncoder(model, report)
 

@@ -38,11 +38,10 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
     """
     if layers < 1:
         raise CheckpointError(f"layers = {layers}: must be at least 1")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"{directory}: exists and is not an empty folder; nothing was written")
+    new_directory(directory)
     generator = torch.Generator().manual_seed(seed)
 
-    (directory / "tokenizer").mkdir(parents=True)
+    (directory / "tokenizer").mkdir()
     write_tiny_tokenizer(directory / "tokenizer")
     tokenizer = Qwen2TokenizerFast.from_pretrained(directory / "tokenizer", local_files_only=True)
     with torch.random.fork_rng(devices=[]):  # building the modules draws from the global generator
@@ -69,7 +68,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
     for module in (transformer, vae, text_encoder):
         _randomise(module, generator)
     QwenImagePipeline(
-        scheduler=_scheduler(),
+        scheduler=qwen_image_scheduler(),
         vae=vae.eval(),
         text_encoder=text_encoder.eval(),
         tokenizer=tokenizer,
@@ -79,7 +78,18 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
     (directory / "ditpack.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _scheduler() -> Any:
+def new_directory(directory: Path) -> None:
+    """Make an empty folder; what is already there is not overwritten.
+
+    Raises:
+        CheckpointError: when ``directory`` exists and is not an empty folder.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory}: exists and is not an empty folder; nothing was written")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def qwen_image_scheduler() -> Any:
     """The numbers of the real Qwen-Image."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,

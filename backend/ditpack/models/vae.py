@@ -15,7 +15,7 @@ from torch import nn
 
 from ditpack.errors import GenerationFailed
 from ditpack.models.checkpoint import Checkpoint
-from ditpack.models.weights import LoadReport, load_into
+from ditpack.models.weights import LoadReport, load_component
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def load_vae_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.
         vae = AutoencoderKLQwenImage.from_config(checkpoint.vae_config).eval()
     vae.encoder = nn.Identity()  # diffusers counts its layers at every decode, so it cannot be None
     vae.quant_conv = nn.Identity()
-    report = load_into(vae, checkpoint.path / "vae", device, dtype, rename=_decoder)
+    report = load_component(checkpoint, "vae", vae, device, dtype, rename=_decoder)
     log.info("%s", report)
     return VaeDecoder(vae, checkpoint, report)
 

@@ -1,7 +1,8 @@
-"""Reading safetensors weights straight onto the device, one tensor at a time."""
+"""Giving modules built on the meta device their weights, on the device, one tensor at a time: stored or random ones."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ditpack.models.checkpoint import CheckpointError, find_weights
+from ditpack.models.checkpoint import Checkpoint, CheckpointError, find_weights
 
 _STORED = ("F32", "BF16", "F16")  # a quantised dtype would need scales that this loader does not know
 _NAMED = 10  # how many keys an error spells out before it only counts
@@ -41,8 +42,27 @@ class LoadReport:
     def __str__(self) -> str:
         return (
             f"{self.directory.name}: {self.parameters / 1e6:.2f} M parameters, {self.bytes / 2**20:.1f} MiB as "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}, read in {self.seconds:.1f} s"
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device} in {self.seconds:.1f} s"
         )
+
+
+def load_component(
+    checkpoint: Checkpoint,
+    component: str,
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    rename: Callable[[str], str | Part | None] | None = None,
+) -> LoadReport:
+    """Give ``module`` the weights of a component folder of ``checkpoint``, or random ones, as the checkpoint says.
+
+    Raises:
+        CheckpointError: as ``load_into``.
+    """
+    directory = checkpoint.path / component
+    if checkpoint.weights == "random":
+        return fill_random(module, directory, device, dtype)
+    return load_into(module, directory, device, dtype, rename)
 
 
 def load_into(
@@ -79,12 +99,41 @@ def load_into(
                     # On the CPU the tensor is a view of the mapped file, which may be replaced in service: copy it.
                     _assign(module, part.name, tensor.to(dtype=dtype, copy=device.type == "cpu"))
 
+    return _report(module, {part.name for part in stored}, directory, device, dtype, start)
+
+
+@torch.no_grad()
+def fill_random(module: nn.Module, directory: Path, device: torch.device, dtype: torch.dtype) -> LoadReport:
+    """Give ``module``, built on the meta device, random weights, the same for the same kind of device.
+
+    They are of a size that keeps activations of order 1, as a trained model's; ``directory`` only names it.
+    """
+    start = time.monotonic()
+    generator = torch.Generator(device).manual_seed(0)
+    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    for name in names:
+        parameter = module.get_parameter(name)
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if tensor.squeeze().dim() > 1:
+            # Small gates, as in a trained transformer: with gates of 1 its depth alone would blow up all rounding.
+            gain = 0.1 if "_mod." in name else 1.0
+            tensor.normal_(0, gain / math.sqrt(math.prod(tensor.shape[1:])), generator=generator)
+        elif "norm" in name and not name.endswith("bias"):
+            tensor.fill_(1)
+        else:
+            tensor.normal_(0, 0.02, generator=generator)
+        _assign(module, name, tensor)
+    return _report(module, set(names), directory, device, dtype, start)
+
+
+def _report(
+    module: nn.Module, names: set[str], directory: Path, device: torch.device, dtype: torch.dtype, start: float
+) -> LoadReport:
     left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
         raise RuntimeError(
             f"no checkpoint holds {', '.join(left)} of {type(module).__name__}: build it off the meta device"
         )
-    names = {part.name for part in stored}
     loaded = [tensor for name, tensor in module.state_dict().items() if name in names]
     return LoadReport(
         directory=directory,

@@ -65,7 +65,7 @@ class DitDoor:
         from ditpack.models.families import UnusableError, load_sampler
         from ditpack.sampling.knee import default_token_budget
 
-        checkpoint = open_checkpoint(settings.checkpoint)
+        checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
         limits = checkpoint.limits(settings.max_pixels)
         try:
             sampler = load_sampler(checkpoint, device, dtype, settings.attention, settings.quantization)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ditpack.errors import DitpackError
+from ditpack.models.checkpoint import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +72,14 @@ class PrepareSettings:
 @dataclass(frozen=True, slots=True)
 class TextEncoderSettings:
     checkpoint: str = _words("auto")
+    weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class DitSettings:
     checkpoint: str = _words("auto")
+    weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")
     attention: str = _words("auto")  # the attention package knows the names and refuses others
     quantization: str = _choice("none", "fp8")
@@ -89,6 +92,7 @@ class DitSettings:
 @dataclass(frozen=True, slots=True)
 class VaeDecoderSettings:
     checkpoint: str = _words("auto")
+    weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
 

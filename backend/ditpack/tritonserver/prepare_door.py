@@ -39,7 +39,7 @@ class PrepareDoor:
         route_logs()
         instance = Instance.from_args(args)
         settings = instance.settings(PrepareSettings)
-        checkpoint = open_checkpoint(settings.checkpoint)
+        checkpoint = open_checkpoint(settings.checkpoint, weights="random")  # it reads none
         tokenizer = PromptTokenizer(checkpoint, settings.max_prompt_tokens)
         limits = checkpoint.limits(settings.max_pixels)
         return cls(tokenizer, limits, Outputs(instance.config), Outcomes(instance.model))

@@ -38,7 +38,7 @@ class TextEncoderDoor:
         from ditpack.models.checkpoint import open_checkpoint
         from ditpack.models.text_encoder import load_text_encoder
 
-        encoder = load_text_encoder(open_checkpoint(settings.checkpoint), device, dtype)
+        encoder = load_text_encoder(open_checkpoint(settings.checkpoint, settings.weights), device, dtype)
         return cls(encoder, Outputs(instance.config), Outcomes(instance.model))
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:

@@ -64,7 +64,7 @@ class VaeDecoderDoor:
         from ditpack.models.checkpoint import open_checkpoint
         from ditpack.models.vae import load_vae_decoder
 
-        checkpoint = open_checkpoint(settings.checkpoint)
+        checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
         return cls(
             load_vae_decoder(checkpoint, device, dtype),
             checkpoint.vae_config["z_dim"],

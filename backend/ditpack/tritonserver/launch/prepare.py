@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ditpack.models.checkpoint import ENVIRONMENT_VARIABLE as CHECKPOINT_VARIABLE
+from ditpack.models.checkpoint import WEIGHTS_VARIABLE, Checkpoint
 from ditpack.tritonserver.launch.find import Installation
 from ditpack.tritonserver.launch.interpreter import bin_directory, require_libpython
 
@@ -17,7 +18,6 @@ class Settings:
     """What a server is started with; ``ports`` maps tritonserver's option to the port."""
 
     repository: Path
-    checkpoint: Path
     host: str
     ports: Mapping[str, int]
     cache_bytes: int
@@ -53,11 +53,12 @@ def prepare_directory(installation: Installation, directory: Path) -> Installati
 
 
 def environment(
-    installation: Installation, directory: Path, checkpoint: Path, base: Mapping[str, str]
+    installation: Installation, directory: Path, checkpoint: Checkpoint, base: Mapping[str, str]
 ) -> dict[str, str]:
     """``base`` with what the server and its models need on top."""
     result = dict(base)
-    result[CHECKPOINT_VARIABLE] = str(checkpoint)
+    result[CHECKPOINT_VARIABLE] = str(checkpoint.path)
+    result[WEIGHTS_VARIABLE] = checkpoint.weights
     # Each model is a process with OpenMP threads of its own. On a CPU, threads that spin while they wait take the cores
     # from the other models: much slower when the machine is busy, and hardly faster when it is not.
     result.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -52,6 +52,7 @@ class TritonServer:
         metrics_port: int = 8002,
         log: Path | None = None,
         *,
+        weights: str = "auto",
         tritonserver: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         exit_timeout: int = EXIT_TIMEOUT,
@@ -65,6 +66,7 @@ class TritonServer:
         self.shm_prefix = f"ditpack_{secrets.token_hex(6)}_"
         self._repository = model_repository
         self._checkpoint = checkpoint
+        self._weights = weights
         self._tritonserver = tritonserver
         self._cache_bytes = cache_bytes
         self._exit_timeout = exit_timeout
@@ -102,7 +104,7 @@ class TritonServer:
         """
         if self.running:
             return
-        checkpoint = open_checkpoint(self._checkpoint)
+        checkpoint = open_checkpoint(self._checkpoint, self._weights)
         repository = find_repository(self._repository)
         self.models = model_names(repository)
         installation = find_tritonserver(self._tritonserver)
@@ -116,7 +118,6 @@ class TritonServer:
             installation = prepare_directory(installation, directory)
             settings = Settings(
                 repository,
-                checkpoint.path,
                 self.host,
                 ports,
                 self._cache_bytes,
@@ -136,7 +137,7 @@ class TritonServer:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
-                    env=environment(installation, directory, checkpoint.path, os.environ),
+                    env=environment(installation, directory, checkpoint, os.environ),
                     start_new_session=True,  # Ctrl-C reaches ditpack alone, which passes it on as it sees fit
                 )
         except BaseException:
