@@ -48,24 +48,36 @@ def _commit() -> str:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int, warmup: int = 1) -> float:
-    """Median time of ``call``: by CUDA events on a GPU, by the clock elsewhere."""
-    for _ in range(warmup):
+    """Median time of ``call``: by CUDA events on a GPU, by the clock elsewhere.
+
+    ``warmup`` calls come first, or fewer (but two, if it is that many) once they have taken a second.
+    """
+    begun = time.perf_counter()
+    for done in range(warmup):
+        if done >= 2 and time.perf_counter() - begun > 1:
+            break
         call()
+        _synchronize()
     times = []
     for _ in range(repeats):
         if torch.cuda.is_available():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
+            _synchronize()
             start.record()
             call()
             end.record()
-            torch.cuda.synchronize()
+            _synchronize()
             times.append(start.elapsed_time(end))
         else:
             begun = time.perf_counter()
             call()
             times.append(1000 * (time.perf_counter() - begun))
     return sorted(times)[len(times) // 2]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

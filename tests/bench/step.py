@@ -19,12 +19,14 @@ import machine
 import torch
 from diffusers import QwenImageTransformer2DModel
 from step_impls import (
+    TEXT_TOKENS,
     Case,
     bucket_loop,
     buckets,
     ditpack,
     exact,
     make_cases,
+    pairs,
     serial,
     share_weights,
 )
@@ -52,8 +54,10 @@ MIXES: dict[str, list[tuple[int, int]]] = {
     "solo1328": [(1328, 1328)],
     "solo2048": [(2048, 2048)],
 }
-IMPLS = ("serial", "compiled", "buckets", "bucket_loop", "ditpack", "ditpack-fp8")
+IMPLS = ("serial", "compiled", "compiled_pairs", "buckets", "bucket_loop", "ditpack", "ditpack-fp8")
 OURS = ("bucket_loop", "ditpack", "ditpack-fp8")
+COMPILED = ("compiled", "compiled_pairs")  # the second only with guidance: both branches in one batch
+THEIRS = {"serial": serial, "compiled": serial, "compiled_pairs": pairs, "buckets": buckets}
 
 
 def main() -> None:
@@ -76,15 +80,18 @@ def main() -> None:
         "attention_tflops": machine.attention_ceiling(attention, longest, *heads, device),
     }
     meta = machine.meta() | {"attention": attention.name, "layers": options.layers, "ceilings": ceilings}
+    meta["attention_tflops"] = {
+        mix: packed_and_dense(attention, MIXES[mix], heads, device) for mix in options.mixes if len(MIXES[mix]) > 1
+    }
     print(json.dumps(meta, indent=1), flush=True)
 
     records: list[dict[str, Any]] = []
     # Compiled last: it changes the reference model for good.
-    for impl_set in (("serial", "buckets", *OURS), ("compiled",)):
+    for impl_set in (("serial", "buckets", *OURS), COMPILED):
         wanted = [impl for impl in impl_set if impl in options.impls]
         if not wanted:
             continue
-        if "compiled" in wanted:
+        if wanted[0] in COMPILED:
             torch._dynamo.config.recompile_limit = 1024
             theirs.compile_repeated_blocks()
         for mix in options.mixes:
@@ -92,9 +99,11 @@ def main() -> None:
                 cases = make_cases(MIXES[mix], guided, config, device, dtype)
                 reference = exact(theirs, cases) if options.exact and not guided and "ditpack" in wanted else None
                 for impl in wanted:
+                    if impl == "compiled_pairs" and not guided:
+                        continue
                     record = {"mix": mix, "guidance": 4.0 if guided else 1.0, "impl": impl}
                     call = implementation(impl, theirs, samplers, cases)
-                    warmup = 4 if impl in OURS else 1
+                    warmup = 1 if impl in ("serial", "buckets") else 4  # graphs are captured, blocks compiled
                     record |= measure(call, cases, config, ceilings, options, reference, warmup)
                     records.append(record)
                     compare(records)
@@ -106,6 +115,20 @@ def main() -> None:
             profile(implementation(wanted[-1], theirs, samplers, cases))
     graphs = samplers["ditpack"].graphs
     print(f"graph replays {graphs.replays}, eager steps {graphs.eager_steps}")
+
+
+def packed_and_dense(
+    attention: Attention, sizes: list[tuple[int, int]], heads: tuple[int, int], device: torch.device
+) -> dict[str, float]:
+    """TFLOP/s of the attention kernel on a mix, and on as many rows of one length with the same FLOP."""
+    rows = [Row(TEXT_TOKENS, ((height // 16, width // 16),)) for width, height in sizes]
+    length = round((sum(row.tokens**2 for row in rows) / len(rows)) ** 0.5)
+    dense = [Row(TEXT_TOKENS, ((1, length - TEXT_TOKENS),))] * len(rows)
+    kinds = {"packed": rows, "dense": dense}
+    return {
+        kind: round(machine.attention_ceiling(attention, build_layout(those, device), *heads, device), 1)
+        for kind, those in kinds.items()
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -167,7 +190,7 @@ def implementation(
         return ditpack(samplers[impl], cases)
     if impl == "bucket_loop":
         return bucket_loop(samplers["ditpack"], cases)
-    return lambda: (buckets if impl == "buckets" else serial)(theirs, cases)
+    return lambda: THEIRS[impl](theirs, cases)
 
 
 @torch.inference_mode()

@@ -83,6 +83,7 @@ class GraphCache:
         self._pool: Any = None
         self.replays = 0
         self.eager_steps = 0
+        self.captures = 0
 
     def run(self, bucket: Bucket | None, step: tuple[Tensor, ...], lasting: Any, owner: object) -> Tensor:
         """The forward of ``step`` and ``lasting``. ``owner`` identifies the lasting inputs: same owner, same values.
@@ -111,6 +112,7 @@ class GraphCache:
         return graph.output
 
     def _capture(self, bucket: Bucket, step: tuple[Tensor, ...], lasting: Any) -> _Graph:
+        self.captures += 1
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         inputs = (_clone(step), _clone(lasting))
