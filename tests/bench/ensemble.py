@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.perf_analyzer import PerfAnalyzer, find_or_fetch
 
 from ditpack.engine.engine import Engine
-from ditpack.engine.job import Job
+from ditpack.engine.job import Job, Result
 from ditpack.errors import DitpackError
 from ditpack.models.checkpoint import Checkpoint, open_checkpoint
 from ditpack.models.families import load_sampler
