@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ditpack.engine.isolation import advance
 from ditpack.engine.job import Job, Result, StepStats
 from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
 from ditpack.packing.batcher import VarlenSequenceBatcher
-from ditpack.sampling.qwen_image import Denoising, Pack, QwenImageSampler
+from ditpack.sampling.sampler import Member, Pack, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class _Flight:
     submitted: float
     skipped: int = 0
     started: float = 0.0
-    member: Denoising | None = None  # set when it takes its first step
+    member: Member | None = None  # set when it takes its first step
     pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
 
     @property
@@ -59,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        sampler: QwenImageSampler,
+        sampler: Sampler[Any, Any],
         *,
         token_budget: int,
         waiting_room: int,
@@ -100,7 +101,7 @@ class Engine:
         """Put ``job`` into the waiting room, waiting up to ``timeout`` seconds while it is full.
 
         Raises:
-            InvalidRequest: the text features do not fit the model.
+            InvalidRequest: the conditioning does not fit the model.
             Cancelled: its deadline passed before there was room.
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ditpack.errors import DitpackError
 from ditpack.request import ImageRequest
-from ditpack.sampling.qwen_image import Conditioning
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Job:
 
     request: ImageRequest
     request_id: str
-    conditioning: Conditioning
+    conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]
     is_cancelled: Callable[[], bool] = lambda: False
 
