@@ -32,12 +32,16 @@ class _Flight:
     """A job inside the engine, from the waiting room to its answer."""
 
     job: Job
-    tokens: int
+    first_tokens: int
     submitted: float
     skipped: int = 0
     started: float = 0.0
     member: Member | None = None  # set when it takes its first step
     pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
+
+    @property
+    def tokens(self) -> int:
+        return self.member.tokens if self.member else self.first_tokens
 
     @property
     def steps(self) -> int:
@@ -192,6 +196,7 @@ class Engine:
             return
         started = time.monotonic()
         members = [flight.member for flight in self._active if flight.member is not None]
+        rows, tokens = sum(len(member.rows) for member in members), sum(member.tokens for member in members)
         pack, failures = advance(self._sampler, members, self._pack)
         self._sampler.throttle()
         self._pack = pack if pack is not None and pack.steps_left else None
@@ -204,8 +209,8 @@ class Engine:
         if self._on_step is not None:
             stats = StepStats(
                 requests=len(members),
-                rows=sum(len(member.rows) for member in members),
-                tokens=sum(member.tokens for member in members),
+                rows=rows,
+                tokens=tokens,
                 waiting=self.waiting_requests,
                 seconds=time.monotonic() - started,
             )
