@@ -148,8 +148,11 @@ def parse() -> argparse.Namespace:
 
 def begin(sampler: QwenImageSampler, arrival: Arrival, options: argparse.Namespace, seed: int) -> Denoising:
     width, height = (max(64, int(side * options.pixels**0.5) // 16 * 16) for side in arrival.size)
-    request = ImageRequest("", " " if options.cfg > 1 else None, width, height, arrival.steps, options.cfg, seed,
-                           "png", "bytes", None, 0)  # fmt: skip
+    request = ImageRequest(
+        prompt="", negative_prompt=" " if options.cfg > 1 else None, true_cfg_scale=options.cfg,
+        num_inference_steps=arrival.steps, width=width, height=height, seed=seed,
+        output_format="png", response_format="bytes", deadline_ms=None, accepted_ns=0,
+    )  # fmt: skip
     dim = sampler.transformer.config.joint_attention_dim
     prompt, negative = torch.randn(2, TEXT_TOKENS, dim, generator=torch.Generator().manual_seed(seed))
     return sampler.begin(request, Conditioning(prompt, negative[:6] if options.cfg > 1 else None))

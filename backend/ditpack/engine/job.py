@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ditpack.errors import DitpackError
-from ditpack.request import ImageRequest
+from ditpack.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Job:
     ``deliver`` is called exactly once, always on the engine's delivery thread. ``is_cancelled`` is asked once a step.
     """
 
-    request: ImageRequest
+    request: Request
     request_id: str
     conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]

@@ -6,6 +6,7 @@ latents: rows are [every request's conditional row, then the guided requests' un
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ditpack.attention import select_attention
 from ditpack.errors import InvalidRequest
+from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.families import UnusableError
 from ditpack.models.graphs import Bucket, GraphCache, bucket_for
 from ditpack.models.modulation import ModulationTable
-from ditpack.models.qwen_image import MAX_POSITION, PackedRotary, QwenImageTransformer, text_start
+from ditpack.models.quantized import quantize_blocks
+from ditpack.models.qwen_image import (
+    MAX_POSITION,
+    PackedRotary,
+    QwenImageConfig,
+    QwenImageTransformer,
+    stored_name,
+    text_start,
+)
+from ditpack.models.weights import load_into
 from ditpack.packing.layout import Layout, Row, build_layout
-from ditpack.request import ImageRequest
+from ditpack.request import ImageRequest, Limits, resolve
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.guidance import true_cfg
 from ditpack.sampling.latents import seeded_noise, unpack_latents
 from ditpack.sampling.on_device import OnDevice
+
+logger = logging.getLogger(__name__)
 
 # Timesteps whose modulation is kept: all that bfloat16 tells apart between 20 and 1000; 3.4 GB for the 20 B model.
 _MODULATION_CAPACITY = 768
@@ -116,7 +131,9 @@ class QwenImageSampler(OnDevice):
         """A square request of about that many image tokens with 16 tokens of text, and no guidance."""
         side = math.isqrt(image_tokens) * self.pixels_per_patch
         features = torch.zeros(16, self.transformer.config.joint_attention_dim)
-        return ImageRequest("", None, side, side, 8, 1.0, 0, "png", "bytes", None, 0), Conditioning(features, None)
+        values = {"PROMPT": "example", "WIDTH": side, "HEIGHT": side, "NUM_INFERENCE_STEPS": 8, "TRUE_CFG_SCALE": 1.0}
+        limits = Limits(side, side, size_multiple=self.pixels_per_patch, min_size=self.pixels_per_patch)
+        return resolve(values, limits), Conditioning(features, None)
 
     def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
         """The rows that ``request`` will have in a pack.
@@ -232,3 +249,29 @@ class QwenImageSampler(OnDevice):
         It returns fp32 [z_dim, 2h, 2w] in the normalised latent space.
         """
         return self.to_host(unpack_latents(member.latents, member.grid))
+
+
+def load_sampler(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str, quantization: str
+) -> QwenImageSampler:
+    """As ``models.families.load_sampler``."""
+    config = QwenImageConfig.from_config(checkpoint.transformer_config)
+    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnusableError("quantization", "fp8 needs a GPU of compute capability 8.9 or above")
+    try:
+        varlen = select_attention(attention, device, dtype, config.num_attention_heads, config.attention_head_dim)
+    except ValueError as error:
+        raise UnusableError("attention", str(error)) from error
+    with torch.device("meta"):
+        transformer = QwenImageTransformer(config, varlen)
+    report = load_into(transformer, checkpoint.path / "transformer", device, dtype, rename=stored_name)
+    logger.info("transformer: %s", report)
+    if quantization == "fp8":
+        quantize_blocks(transformer.transformer_blocks)
+        logger.info("transformer: the linear layers of its blocks are fp8 now")
+    return QwenImageSampler(
+        transformer.eval().requires_grad_(False),
+        FlowMatchSchedule.from_config(checkpoint.scheduler_config),
+        checkpoint.vae_scale_factor * config.patch_size,
+        graphs=device.type == "cuda" and varlen.reads_cu_seqlens,
+    )

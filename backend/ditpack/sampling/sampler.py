@@ -8,14 +8,14 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, device
 
 from ditpack.packing.layout import Row
-from ditpack.request import ImageRequest
+from ditpack.request import Request
 
 
 class Member(Protocol):
     """One request on its way from noise to latents."""
 
     @property
-    def request(self) -> ImageRequest: ...
+    def request(self) -> Request: ...
 
     @property
     def rows(self) -> tuple[Row, ...]:

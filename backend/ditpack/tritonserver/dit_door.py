@@ -14,7 +14,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import DitpackError, InvalidRequest, Unavailable
-from ditpack.request import ImageRequest, Limits, resolve_json
+from ditpack.request import Request, resolve_json
 from ditpack.tritonserver.isolation import check_deadline
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.metrics import StepMetrics
@@ -37,16 +37,16 @@ class DitDoor:
     def __init__(
         self,
         engine: Engine,
+        resolve: Callable[[bytes], Request],
         conditioning: Callable[[Any, Callable[[str], torch.Tensor]], Any],
-        limits: Limits,
         admission_timeout_s: float,
         outputs: Outputs,
         outcomes: Outcomes,
         metrics: StepMetrics,
     ) -> None:
         self._engine = engine
+        self._resolve = resolve
         self._conditioning = conditioning
-        self._limits = limits
         self._admission_timeout_s = admission_timeout_s
         self._outputs = outputs
         self._outcomes = outcomes
@@ -66,7 +66,7 @@ class DitDoor:
 
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
-        from ditpack.models.families import UnusableError, load_sampler
+        from ditpack.models.families import FAMILIES, UnusableError, load_sampler
         from ditpack.sampling.knee import default_token_budget
 
         checkpoint = open_checkpoint(settings.checkpoint)
@@ -85,8 +85,8 @@ class DitDoor:
         outputs = Outputs(instance.config)
         return cls(
             engine,
+            partial(resolve_json, limits=limits, resolver=FAMILIES[checkpoint.family].resolver),
             sampler.conditioning,
-            limits,
             settings.admission_timeout_s,
             outputs,
             Outcomes(instance.model),
@@ -127,7 +127,7 @@ class DitDoor:
     def _job(self, request: pb_utils.InferenceRequest, responder: Responder, arrived_ns: int) -> Job:
         from ditpack.engine.job import Job
 
-        resolved = resolve_json(read_bytes(request, "REQUEST"), self._limits)
+        resolved = self._resolve(read_bytes(request, "REQUEST"))
         check_deadline(resolved, "denoising")
         requested = request.requested_output_names()
         encode_ms = max(0, arrived_ns - resolved.accepted_ns) / 1e6
@@ -164,7 +164,7 @@ class DitDoor:
         return True
 
     def _response(
-        self, request: ImageRequest, result: Result, encode_ms: float, requested: Sequence[str]
+        self, request: Request, result: Result, encode_ms: float, requested: Sequence[str]
     ) -> pb_utils.InferenceResponse:
         resolved = dataclasses.asdict(request)
         del resolved["accepted_ns"]
