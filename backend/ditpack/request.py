@@ -1,4 +1,4 @@
-"""The one resolver: what arrived becomes a validated ``ImageRequest`` or an ``InvalidRequest`` that says why not.
+"""The one resolver: what arrived becomes a validated ``Request`` or an ``InvalidRequest`` that says why not.
 
 ``prepare`` resolves what the client sent; ``dit`` and ``vae_decoder`` resolve the JSON that ``prepare`` passed on,
 by the same rules, so a hand-made call to an inner model meets the same checks.
@@ -12,9 +12,9 @@ import math
 import numbers
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ditpack.errors import InvalidRequest
 
@@ -41,30 +41,21 @@ class Limits:
     max_pixels: int = 2048 * 2048
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRequest:
-    """One image to make, with nothing left to decide.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One image to make, with nothing left to decide: what the requests of all families have.
 
-    ``negative_prompt`` is None exactly when ``true_cfg_scale`` is 1 (no unconditional row).
-    ``accepted_ns`` is ``time.monotonic_ns()`` at admission by ``prepare``; the processes of one host share that clock.
+    ``accepted_ns`` is ``time.monotonic_ns()`` at admission; the processes of one host share that clock.
     """
 
-    prompt: str
-    negative_prompt: str | None
     width: int
     height: int
     num_inference_steps: int
-    true_cfg_scale: float
     seed: int
     output_format: str
     response_format: str
     deadline_ms: int | None
     accepted_ns: int
-
-    @property
-    def guided(self) -> bool:
-        """Whether the request has an unconditional row."""
-        return self.true_cfg_scale > 1
 
     @property
     def expired(self) -> bool:
@@ -77,19 +68,36 @@ class ImageRequest:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRequest(Request):
+    """One image to make from a prompt.
+
+    ``negative_prompt`` is None exactly when ``true_cfg_scale`` is 1 (no unconditional row).
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    true_cfg_scale: float
+
+    @property
+    def guided(self) -> bool:
+        """Whether the request has an unconditional row."""
+        return self.true_cfg_scale > 1
+
+
+RequestT = TypeVar("RequestT", bound=Request)
+
 # The names on the wire; also those of the JSON that models pass to each other.
-FIELDS = (
-    "PROMPT",
-    "NEGATIVE_PROMPT",
+COMMON_FIELDS = (
     "WIDTH",
     "HEIGHT",
     "NUM_INFERENCE_STEPS",
-    "TRUE_CFG_SCALE",
     "SEED",
     "OUTPUT_FORMAT",
     "RESPONSE_FORMAT",
     "DEADLINE_MS",
 )
+FIELDS = ("PROMPT", "NEGATIVE_PROMPT", "TRUE_CFG_SCALE", *COMMON_FIELDS)
 
 
 def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
@@ -98,10 +106,7 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
     Raises:
         InvalidRequest: naming the field, its value and what is allowed.
     """
-    unknown = sorted(set(values) - set(FIELDS))
-    if unknown:
-        raise InvalidRequest(unknown[0], values[unknown[0]], f"unknown field; known are {', '.join(FIELDS)}")
-
+    check_known(values, FIELDS)
     prompt = _text(values, "PROMPT", None)
     if prompt is None:
         raise InvalidRequest("PROMPT", None, "is required")
@@ -113,29 +118,49 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
         raise InvalidRequest("TRUE_CFG_SCALE", scale, "must be a finite number of at least 1 (1 turns guidance off)")
     negative = _text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
 
+    return ImageRequest(
+        prompt=prompt,
+        negative_prompt=negative if scale > 1 else None,
+        true_cfg_scale=scale,
+        **resolve_common(values, limits),
+    )
+
+
+def check_known(values: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+    """Raise InvalidRequest for a field that is none of ``fields``."""
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise InvalidRequest(unknown[0], values[unknown[0]], f"unknown field; known are {', '.join(fields)}")
+
+
+def resolve_common(values: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """The fields of ``Request`` from those of ``values`` that are COMMON_FIELDS, validated and with defaults filled in.
+
+    Raises:
+        InvalidRequest: as ``resolve``.
+    """
     width = _size(values, "WIDTH", limits.default_width, limits)
     height = _size(values, "HEIGHT", limits.default_height, limits)
     if width * height > limits.max_pixels:
         raise InvalidRequest("WIDTH x HEIGHT", f"{width}x{height}", f"must not exceed {limits.max_pixels} pixels")
-
     deadline = values.get("DEADLINE_MS")
-    return ImageRequest(
-        prompt=prompt,
-        negative_prompt=negative if scale > 1 else None,
-        width=width,
-        height=height,
-        num_inference_steps=_integer(values, "NUM_INFERENCE_STEPS", DEFAULT_STEPS, 1, MAX_STEPS),
-        true_cfg_scale=scale,
-        seed=_integer(values, "SEED", secrets.randbelow(_MAX_DRAWN_SEED), 0, MAX_SEED),
-        output_format=_choice(values, "OUTPUT_FORMAT", OUTPUT_FORMATS),
-        response_format=_choice(values, "RESPONSE_FORMAT", RESPONSE_FORMATS),
-        deadline_ms=None if deadline is None else _integer(values, "DEADLINE_MS", 0, 1, MAX_DEADLINE_MS),
-        accepted_ns=time.monotonic_ns(),
-    )
+    return {
+        "width": width,
+        "height": height,
+        "num_inference_steps": _integer(values, "NUM_INFERENCE_STEPS", DEFAULT_STEPS, 1, MAX_STEPS),
+        "seed": _integer(values, "SEED", secrets.randbelow(_MAX_DRAWN_SEED), 0, MAX_SEED),
+        "output_format": _choice(values, "OUTPUT_FORMAT", OUTPUT_FORMATS),
+        "response_format": _choice(values, "RESPONSE_FORMAT", RESPONSE_FORMATS),
+        "deadline_ms": None if deadline is None else _integer(values, "DEADLINE_MS", 0, 1, MAX_DEADLINE_MS),
+        "accepted_ns": time.monotonic_ns(),
+    }
 
 
-def resolve_json(text: str | bytes, limits: Limits) -> ImageRequest:
-    """``resolve`` for the REQUEST tensor that ``prepare`` passes to the models behind it.
+Resolver = Callable[[Mapping[str, Any], Limits], RequestT]
+
+
+def resolve_json(text: str | bytes, limits: Limits, resolver: Resolver[RequestT]) -> RequestT:
+    """``resolver``, a family's, for the REQUEST tensor that ``prepare`` passes to the models behind it.
 
     An ``accepted_ns`` that lies in the future (a hand-made request, or one from another host) counts as now.
 
@@ -149,7 +174,7 @@ def resolve_json(text: str | bytes, limits: Limits) -> ImageRequest:
     if not isinstance(values, dict):
         raise InvalidRequest("REQUEST", text, "must be the JSON object that the model 'prepare' writes")
     accepted = values.pop("accepted_ns", None)
-    request = resolve({name.upper(): value for name, value in values.items()}, limits)
+    request = resolver({name.upper(): value for name, value in values.items()}, limits)
     if isinstance(accepted, int) and 0 <= accepted <= request.accepted_ns:
         return dataclasses.replace(request, accepted_ns=accepted)
     return request

@@ -26,6 +26,7 @@ from typing import Any
 
 import machine
 import torch
+from step_impls import image_request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,7 +41,6 @@ from ditpack.models.prompt import PromptTokenizer
 from ditpack.models.published import write_published_configs
 from ditpack.models.text_encoder import load_text_encoder
 from ditpack.models.vae import load_vae_decoder
-from ditpack.request import ImageRequest
 from ditpack.sampling.knee import default_token_budget
 from ditpack.sampling.qwen_image import Conditioning
 from ditpack.tritonserver.images import encode_image
@@ -157,7 +157,7 @@ def bare_engine(checkpoint: Checkpoint, options: argparse.Namespace) -> list[dic
         """Make one image; seconds it took."""
         started = time.monotonic()
         width, height = sides(options)[number % len(options.sizes)]
-        request = ImageRequest("", " ", width, height, options.steps, options.cfg, number, "jpeg", "bytes", None, 0)
+        request = image_request(width, height, options.steps, options.cfg, number)
         answers: queue.SimpleQueue[Result | DitpackError] = queue.SimpleQueue()
         job = Job(request, str(number), Conditioning(*encoder.encode(ids)), answers.put)
         engine.submit(job, timeout=400)

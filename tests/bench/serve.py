@@ -25,7 +25,6 @@ from traffic import Arrival, burst, judge, poisson, staggered
 from ditpack.attention import select_attention
 from ditpack.models.qwen_image import QwenImageConfig
 from ditpack.packing.batcher import VarlenSequenceBatcher
-from ditpack.request import ImageRequest
 from ditpack.sampling.knee import measure_knee
 from ditpack.sampling.qwen_image import Conditioning, Denoising, Pack, QwenImageSampler
 
@@ -148,8 +147,7 @@ def parse() -> argparse.Namespace:
 
 def begin(sampler: QwenImageSampler, arrival: Arrival, options: argparse.Namespace, seed: int) -> Denoising:
     width, height = (max(64, int(side * options.pixels**0.5) // 16 * 16) for side in arrival.size)
-    request = ImageRequest("", " " if options.cfg > 1 else None, width, height, arrival.steps, options.cfg, seed,
-                           "png", "bytes", None, 0)  # fmt: skip
+    request = image_request(width, height, arrival.steps, options.cfg, seed)
     dim = sampler.transformer.config.joint_attention_dim
     prompt, negative = torch.randn(2, TEXT_TOKENS, dim, generator=torch.Generator().manual_seed(seed))
     return sampler.begin(request, Conditioning(prompt, negative[:6] if options.cfg > 1 else None))

@@ -20,11 +20,11 @@ from typing import Any
 import machine
 import torch
 from step import build_reference, build_sampler
+from step_impls import image_request
 
 from ditpack.attention import select_attention
 from ditpack.models.qwen_image import QwenImageConfig
 from ditpack.packing.layout import build_layout
-from ditpack.request import ImageRequest
 from ditpack.sampling.qwen_image import Conditioning, Denoising, QwenImageSampler
 
 SIDES = (256, 384, 512, 640, 768, 1024)
@@ -81,8 +81,7 @@ def random_mix(chance: random.Random, options: argparse.Namespace) -> list[dict[
 
 def begin(sampler: QwenImageSampler, one: dict[str, Any], seed: int) -> Denoising:
     scale = 4.0 if one["guided"] else 1.0
-    request = ImageRequest("", " " if one["guided"] else None, one["width"], one["height"], one["steps"], scale, seed,
-                           "png", "bytes", None, 0)  # fmt: skip
+    request = image_request(one["width"], one["height"], one["steps"], scale, seed)
     features = torch.randn(one["text"], sampler.transformer.config.joint_attention_dim)
     return sampler.begin(request, Conditioning(features, features[:5] if one["guided"] else None))
 

@@ -32,6 +32,23 @@ class Case:
     texts: tuple[Tensor, ...]
 
 
+def image_request(width: int, height: int, steps: int, scale: float, seed: int) -> ImageRequest:
+    """A resolved request; pixels."""
+    return ImageRequest(
+        prompt="",
+        negative_prompt=" " if scale > 1 else None,
+        width=width,
+        height=height,
+        num_inference_steps=steps,
+        true_cfg_scale=scale,
+        seed=seed,
+        output_format="jpeg",
+        response_format="bytes",
+        deadline_ms=None,
+        accepted_ns=0,
+    )
+
+
 def make_cases(
     sizes: list[tuple[int, int]], guided: bool, config: Any, device: torch.device, dtype: torch.dtype
 ) -> list[Case]:
@@ -134,8 +151,11 @@ def ditpack(sampler: QwenImageSampler, cases: list[Case]) -> Callable[[], list[T
     members = []
     for index, case in enumerate(cases):
         scale = 4.0 if len(case.texts) == 2 else 1.0
-        request = ImageRequest("", " " if scale > 1 else None, 16 * case.grid[1], 16 * case.grid[0], 50, scale, index,
-                               "png", "bytes", None, 0)  # fmt: skip
+        request = ImageRequest(
+            prompt="", negative_prompt=" " if scale > 1 else None, true_cfg_scale=scale, num_inference_steps=50,
+            width=16 * case.grid[1], height=16 * case.grid[0], seed=index,
+            output_format="png", response_format="bytes", deadline_ms=None, accepted_ns=0,
+        )  # fmt: skip
         member = sampler.begin(request, Conditioning(case.texts[0], case.texts[1] if scale > 1 else None))
         member.sigmas = [SIGMA] * 51  # every implementation gets the same timestep
         member.latents = case.image.float()

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from fake_triton import Answer, FakeModel, triton_args
 
 from ditpack.engine.job import Job, Result
 from ditpack.errors import DitpackError, GenerationFailed, InvalidRequest, Unavailable
-from ditpack.request import Limits, resolve
+from ditpack.request import Limits, resolve, resolve_json
+from ditpack.sampling.qwen_image import QwenImageSampler
 from ditpack.tritonserver.dit_door import DitDoor
 from ditpack.tritonserver.metrics import StepMetrics
 from ditpack.tritonserver.outcomes import Outcomes
@@ -55,7 +57,15 @@ def new_dit(engine: Any, admission_timeout_s: float = 30.0) -> FakeModel:
     MetricFamily.series.clear()
     fake_pb_utils.Logger.lines.clear()
     outputs = Outputs(Instance.from_args(triton_args("dit")).config)
-    door = DitDoor(engine, LIMITS, admission_timeout_s, outputs, Outcomes("dit"), StepMetrics("dit_0_0"))
+    door = DitDoor(
+        engine,
+        partial(resolve_json, limits=LIMITS, resolver=resolve),
+        QwenImageSampler.conditioning,
+        admission_timeout_s,
+        outputs,
+        Outcomes("dit"),
+        StepMetrics("dit_0_0"),
+    )
     return FakeModel("dit", instance=door)
 
 

@@ -235,7 +235,7 @@ def test_hand_made_calls_to_inner_models_meet_the_same_checks(models: dict[str, 
 def test_broken_latents_fail_alone(models: dict[str, FakeModel]) -> None:
     prepare, vae = models["prepare"], models["vae_decoder"]
     (prepared,) = prepare.infer(prepare.request(wire(**GOOD)))
-    z_dim = vae.instance._door._z_dim
+    z_dim = vae.instance._door._decoder.z_dim
     latents = {"INFO": np.array([b"{}"], np.object_), "REQUEST": prepared.outputs["REQUEST"]}
     good = latents | {"LATENTS": np.zeros((z_dim, 4, 8), np.float32)}
     bad = latents | {"LATENTS": np.full((z_dim, 4, 8), np.nan, np.float32)}

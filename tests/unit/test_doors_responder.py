@@ -169,15 +169,15 @@ def test_without_metrics_everything_else_works() -> None:
     metrics = StepMetrics("dit_0_0")
     MetricFamily.enabled = True
     assert outcomes.failure("r1", Cancelled("x")).has_error()
-    metrics.step(StepStats(requests=2, rows=4, tokens=64, waiting=1, seconds=0.1))
+    metrics.step(StepStats(requests=2, rows=4, tokens=64, waiting=1, seconds=0.1, graph_replays=1))
     assert not MetricFamily.series
 
 
 def test_step_metrics_add_up() -> None:
     metrics = StepMetrics("dit_0_0")
     gc.collect()  # a family that nobody holds would be gone by now
-    metrics.step(StepStats(requests=1, rows=2, tokens=40, waiting=0, seconds=0.1))
-    metrics.step(StepStats(requests=3, rows=5, tokens=100, waiting=7, seconds=0.1))
+    metrics.step(StepStats(requests=1, rows=2, tokens=40, waiting=0, seconds=0.1, graph_replays=1))
+    metrics.step(StepStats(requests=3, rows=5, tokens=100, waiting=7, seconds=0.1, graph_replays=1))
     metrics.load(0, 0)
     series = {name: list(values.items()) for name, values in MetricFamily.series.items()}
     instance = (("instance", "dit_0_0"),)
@@ -186,6 +186,8 @@ def test_step_metrics_add_up() -> None:
         "ditpack_step_requests_total": [((), 4)],
         "ditpack_shared_steps_total": [((), 1)],
         "ditpack_step_tokens_total": [((), 140)],
+        "ditpack_step_seconds_total": [((), 0.2)],
+        "ditpack_graph_replays_total": [((), 2)],
         "ditpack_active_requests": [(instance, 0)],
         "ditpack_waiting_requests": [(instance, 0)],
     }

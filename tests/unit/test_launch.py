@@ -19,7 +19,7 @@ from ditpack.tritonserver.launch import ServeError, TritonServer, find, interpre
 from ditpack.tritonserver.launch.find import Installation, find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
 from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory
-from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, model_names
+from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, model_names, models_for
 
 MINOR = sys.version_info.minor
 FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
@@ -238,6 +238,36 @@ class TestRepository:
         with pytest.raises(ServeError, match="holds no models"):
             find_repository(tmp_path)
 
+    def test_the_family_decides_what_is_loaded(self, tmp_path: Path) -> None:
+        root = a_repository(tmp_path)
+        for ensemble, family, steps in [
+            ("apples", "Apple", ("peel", "cook")),
+            ("pears", "Pear", ("halve", "cook")),
+            ("any", "", ("halve",)),
+        ]:
+            (root / ensemble).mkdir()
+            parameters = f'parameters {{ key: "family" value {{ string_value: "{family}" }} }}' if family else ""
+            scheduling = " ".join(f'step {{ model_name: "{step}" }}' for step in steps)
+            (root / ensemble / "config.pbtxt").write_text(f"{parameters} ensemble_scheduling {{ {scheduling} }}")
+            for step in steps:
+                (root / step).mkdir(exist_ok=True)
+                (root / step / "config.pbtxt").touch()
+        (root / "broken").mkdir()
+        (root / "broken" / "config.pbtxt").write_text("max_batch: [")  # Triton's to report
+        assert models_for(root, "Apple") == ["any", "apples", "broken", "cook", "double", "halve", "peel"]
+        assert models_for(root, "Pear") == ["any", "broken", "cook", "double", "halve", "pears"]
+        assert models_for(root, "Plum") == ["any", "broken", "double", "halve"]
+
+    def test_no_model_for_the_family(self, tmp_path: Path) -> None:
+        root = a_repository(tmp_path)
+        (root / "double" / "config.pbtxt").write_text('parameters { key: "family" value { string_value: "Pear" } }')
+        with pytest.raises(ServeError, match=r"no model for a Plum\.\nIts ensembles serve Pear; "):
+            models_for(root, "Plum")
+
+    def test_ours(self) -> None:
+        ours = ["dit", "prepare", "qwen_image", "text_encoder", "vae_decoder"]
+        assert models_for(find_repository(None), "QwenImagePipeline") == ours
+
     def test_whether_models_need_ditpack(self, tmp_path: Path) -> None:
         assert not imports_ditpack(a_repository(tmp_path / "theirs", "import numpy\n"))
         assert imports_ditpack(a_repository(tmp_path / "ours", "from ditpack.tritonserver import dit_door\n"))
@@ -250,7 +280,8 @@ EMBEDDED = open_checkpoint("embedded", weights="stored")
 class TestPreparing:
     def settings(self, **changes: object) -> Settings:
         ports = dict(zip(FLAGS, (1, 2, 3), strict=True))
-        settings = Settings(Path("/models"), "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
+        models = ("double", "half")
+        settings = Settings(Path("/models"), models, "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
         return dataclasses.replace(settings, **changes)
 
     def test_command_line(self, tmp_path: Path) -> None:
@@ -262,9 +293,19 @@ class TestPreparing:
             *("--model-repository=/models", "--backend-directory=/opt/backends", "--cache-directory=/opt/caches"),
             *("--http-port=1", "--grpc-port=2", "--metrics-port=3", "--cache-config=local,size=1048576"),
             *("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"),
-            *("--model-control-mode=none", "--exit-timeout-secs=60", "--disable-auto-complete-config"),
+            *("--model-control-mode=explicit", "--load-model=double", "--load-model=half"),
+            *("--exit-timeout-secs=60", "--disable-auto-complete-config"),
             "--backend-config=python,shm-region-prefix-name=ditpack_ab_",
         } < set(command)
+
+    def test_the_model_control_api_is_locked(self) -> None:
+        """With a key of its own a server, which is told to nobody."""
+        server = Installation(Path("tritonserver"), None, None)
+        locks = [
+            {option for option in command_line(server, self.settings()) if "restricted" in option} for _ in range(2)
+        ]
+        assert len(locks[0] | locks[1]) == 4
+        assert all("=model-repository:ditpack=" in lock for lock in locks[0])
 
     def test_a_server_that_knows_its_own_directories(self) -> None:
         command = command_line(Installation(Path("tritonserver"), None, None), self.settings())

@@ -35,9 +35,26 @@ def test_tokens_know_their_place() -> None:
     assert layout.image_offsets.tolist() == [0, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("text", "grids"), [(0, ((1, 1),)), (1, ()), (1, ((0, 4),)), (1, ((4, 4), (2, 0)))])
-def test_an_empty_segment_cannot_exist(text: int, grids: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ValueError, match="a row needs"):
+def test_rows_without_text_or_without_an_image() -> None:
+    layout = build_layout([Row(0, ((2, 2),)), Row(3, ()), Row(2, ((1, 2),)), Row(0, ((1, 1),))], CPU)
+    assert layout.cu_seqlens.tolist() == [0, 4, 7, 11, 12]
+    assert layout.text.slots.tolist() == [4, 5, 6, 7, 8]
+    assert layout.text.rows.tolist() == [1, 1, 1, 2, 2]
+    assert layout.image.slots.tolist() == [0, 1, 2, 3, 9, 10, 11]
+    assert layout.image.rows.tolist() == [0, 0, 0, 0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "grids", "message"),
+    [
+        (0, (), "at least one token"),
+        (-1, ((1, 1),), "cannot have -1 text tokens"),
+        (1, ((0, 4),), "at least 1x1 patches"),
+        (1, ((4, 4), (2, 0)), "at least 1x1 patches"),
+    ],
+)
+def test_an_empty_segment_cannot_exist(text: int, grids: tuple[tuple[int, int], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Row(text, grids)
 
 

@@ -85,24 +85,24 @@ def test_an_error_never_repeats_a_huge_value() -> None:
 
 def test_json_round_trip() -> None:
     request = resolve({"PROMPT": "snow ❄", "SEED": 2**63 - 1, "DEADLINE_MS": 500, "WIDTH": 64}, LIMITS)
-    assert resolve_json(request.to_json(), LIMITS) == request
+    assert resolve_json(request.to_json(), LIMITS, resolve) == request
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nul", "3", b"\xff", "[" * 100_000])
 def test_json_that_is_no_request(text: Any) -> None:
     with pytest.raises(InvalidRequest, match="REQUEST"):
-        resolve_json(text, LIMITS)
+        resolve_json(text, LIMITS, resolve)
 
 
 def test_json_meets_the_same_rules() -> None:
     values = json.loads(resolve({"PROMPT": "x"}, LIMITS).to_json())
     with pytest.raises(InvalidRequest, match="WIDTH = 65"):
-        resolve_json(json.dumps({**values, "width": 65}), LIMITS)
+        resolve_json(json.dumps({**values, "width": 65}), LIMITS, resolve)
 
 
 @pytest.mark.parametrize("accepted", [-5, 2**62, "yesterday", None, 1.5])
 def test_an_impossible_acceptance_time_counts_as_now(accepted: Any) -> None:
     values = json.loads(resolve({"PROMPT": "x"}, LIMITS).to_json())
     before = time.monotonic_ns()
-    request = resolve_json(json.dumps({**values, "accepted_ns": accepted}), LIMITS)
+    request = resolve_json(json.dumps({**values, "accepted_ns": accepted}), LIMITS, resolve)
     assert before <= request.accepted_ns <= time.monotonic_ns()

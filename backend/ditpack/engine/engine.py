@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ditpack.engine.isolation import advance
 from ditpack.engine.job import Job, Result, StepStats
 from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
 from ditpack.packing.batcher import VarlenSequenceBatcher
-from ditpack.sampling.qwen_image import Denoising, Pack, QwenImageSampler
+from ditpack.sampling.sampler import Member, Pack, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,16 @@ class _Flight:
     """A job inside the engine, from the waiting room to its answer."""
 
     job: Job
-    tokens: int
+    first_tokens: int
     submitted: float
     skipped: int = 0
     started: float = 0.0
-    member: Denoising | None = None  # set when it takes its first step
+    member: Member | None = None  # set when it takes its first step
     pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
+
+    @property
+    def tokens(self) -> int:
+        return self.member.tokens if self.member else self.first_tokens
 
     @property
     def steps(self) -> int:
@@ -59,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        sampler: QwenImageSampler,
+        sampler: Sampler[Any, Any],
         *,
         token_budget: int,
         waiting_room: int,
@@ -100,7 +105,7 @@ class Engine:
         """Put ``job`` into the waiting room, waiting up to ``timeout`` seconds while it is full.
 
         Raises:
-            InvalidRequest: the text features do not fit the model.
+            InvalidRequest: the conditioning does not fit the model.
             Cancelled: its deadline passed before there was room.
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """
@@ -191,6 +196,8 @@ class Engine:
             return
         started = time.monotonic()
         members = [flight.member for flight in self._active if flight.member is not None]
+        rows, tokens = sum(len(member.rows) for member in members), sum(member.tokens for member in members)
+        replays = self._sampler.graph_replays
         pack, failures = advance(self._sampler, members, self._pack)
         self._sampler.throttle()
         self._pack = pack if pack is not None and pack.steps_left else None
@@ -203,10 +210,11 @@ class Engine:
         if self._on_step is not None:
             stats = StepStats(
                 requests=len(members),
-                rows=sum(len(member.rows) for member in members),
-                tokens=sum(member.tokens for member in members),
+                rows=rows,
+                tokens=tokens,
                 waiting=self.waiting_requests,
                 seconds=time.monotonic() - started,
+                graph_replays=self._sampler.graph_replays - replays,
             )
             on_step = self._on_step
             self._delivery.put(lambda: on_step(stats))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ditpack.sampling.qwen_image import Denoising, Pack, QwenImageSampler
+from ditpack.sampling.sampler import MemberT, PackT, Sampler
 
 
 def advance(
-    sampler: QwenImageSampler, members: Sequence[Denoising], pack: Pack | None = None
-) -> tuple[Pack | None, list[tuple[Denoising, Exception]]]:
+    sampler: Sampler[MemberT, PackT], members: Sequence[MemberT], pack: PackT | None = None
+) -> tuple[PackT | None, list[tuple[MemberT, Exception]]]:
     """Move every member one step on, by way of ``pack`` if it is theirs already, else of a new one.
 
     When the forward raises, each half of the members gets a forward of its own, and so on down to single requests: the

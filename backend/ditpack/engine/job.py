@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ditpack.errors import DitpackError
-from ditpack.request import ImageRequest
-from ditpack.sampling.qwen_image import Conditioning
+from ditpack.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +27,20 @@ class Job:
     ``deliver`` is called exactly once, always on the engine's delivery thread. ``is_cancelled`` is asked once a step.
     """
 
-    request: ImageRequest
+    request: Request
     request_id: str
-    conditioning: Conditioning
+    conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]
     is_cancelled: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step of the engine: what it carried, who was left waiting, and its wall time in seconds."""
+    """One step of the engine: what it carried, who was left waiting, its wall time in seconds."""
 
     requests: int
     rows: int
     tokens: int
     waiting: int
     seconds: float
+    graph_replays: int  # forwards of it that ran from a captured CUDA graph

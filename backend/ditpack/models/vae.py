@@ -27,9 +27,9 @@ class VaeDecoder:
 
     def __init__(self, vae: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
         self._vae = vae
-        self._scale_factor = checkpoint.vae_scale_factor
-        self._z_dim: int = checkpoint.vae_config["z_dim"]
-        shape = (1, self._z_dim, 1, 1, 1)
+        self.scale_factor = checkpoint.vae_scale_factor
+        self.z_dim: int = checkpoint.vae_config["z_dim"]
+        shape = (1, self.z_dim, 1, 1, 1)
         self._mean = torch.tensor(checkpoint.vae_config["latents_mean"]).view(shape).to(report.device, report.dtype)
         # Divided by the reciprocal, as diffusers does it: multiplying by the number itself rounds differently in bf16.
         self._inverse_std = 1.0 / torch.tensor(checkpoint.vae_config["latents_std"]).view(shape).to(
@@ -49,15 +49,15 @@ class VaeDecoder:
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for index, latent in enumerate(latents):
-            if latent.dim() != 3 or latent.shape[0] != self._z_dim or 0 in latent.shape:
-                raise ValueError(f"latents[{index}] has the shape {list(latent.shape)}, must be [{self._z_dim}, h, w]")
+            if latent.dim() != 3 or latent.shape[0] != self.z_dim or 0 in latent.shape:
+                raise ValueError(f"latents[{index}] has the shape {list(latent.shape)}, must be [{self.z_dim}, h, w]")
             if not bool(torch.isfinite(latent).all()):
                 raise GenerationFailed("the latents are not finite; there is no picture to decode")
             groups.setdefault((latent.shape[1], latent.shape[2]), []).append(index)
 
         images: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(latents)
         for (height, width), indices in groups.items():
-            together = max(1, _BATCH_PIXELS // (height * width * self._scale_factor**2))
+            together = max(1, _BATCH_PIXELS // (height * width * self.scale_factor**2))
             for start in range(0, len(indices), together):
                 batch = indices[start : start + together]
                 pixels = self._decode_batch(torch.stack([latents[index] for index in batch]))

@@ -18,18 +18,22 @@ from torch import Tensor
 class Row:
     """The shape of one row: its text length and the patch grids (height, width) of its images, target first.
 
+    Either may be missing, as in a row without a prompt, but not both: a segment is never empty.
+
     Raises:
-        ValueError: for an empty text, no grid, or a grid without patches (a segment is never empty).
+        ValueError: for no tokens at all, a negative length, or a grid without patches.
     """
 
     text_tokens: int
     grids: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if self.text_tokens < 1:
-            raise ValueError(f"a row needs at least one text token, got {self.text_tokens}")
-        if not self.grids or any(height < 1 or width < 1 for height, width in self.grids):
-            raise ValueError(f"a row needs one or more grids of at least 1x1 patches, got {self.grids}")
+        if self.text_tokens < 0:
+            raise ValueError(f"a row cannot have {self.text_tokens} text tokens")
+        if any(height < 1 or width < 1 for height, width in self.grids):
+            raise ValueError(f"a grid has at least 1x1 patches, got {self.grids}")
+        if self.tokens == 0:
+            raise ValueError("a row needs at least one token")
 
     @property
     def image_tokens(self) -> int:

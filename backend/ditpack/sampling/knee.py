@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from ditpack.request import ImageRequest
-from ditpack.sampling.qwen_image import Conditioning, QwenImageSampler
+from ditpack.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ class Knee:
     rates: dict[int, int]
 
 
-def measure_knee(sampler: QwenImageSampler, sizes: tuple[int, ...] = _SIZES) -> Knee:
+def measure_knee(sampler: Sampler[Any, Any], sizes: tuple[int, ...] = _SIZES) -> Knee:
     """Time one step of packs of growing size, rows of about a thousand tokens each.
 
     Stops early where a step takes long enough to be past any knee. A few seconds for the 20 B model on one GPU.
@@ -41,7 +39,7 @@ def measure_knee(sampler: QwenImageSampler, sizes: tuple[int, ...] = _SIZES) -> 
     return Knee(next(size for size, rate in rates.items() if rate >= _SHARE * best), rates)
 
 
-def default_token_budget(sampler: QwenImageSampler) -> int:
+def default_token_budget(sampler: Sampler[Any, Any]) -> int:
     """The measured knee on a GPU, whose kernels are warm after it; a constant on a CPU, where runs must repeat."""
     if sampler.device.type != "cuda":
         return _CPU_BUDGET
@@ -52,11 +50,8 @@ def default_token_budget(sampler: QwenImageSampler) -> int:
     return knee.tokens
 
 
-def _step_seconds(sampler: QwenImageSampler, rows: int, tokens: int) -> float:
-    side = int(tokens**0.5) * sampler.pixels_per_patch
-    features = torch.zeros(16, sampler.transformer.config.joint_attention_dim)
-    request = ImageRequest("", None, side, side, 8, 1.0, 0, "png", "bytes", None, 0)
-    pack = sampler.pack([sampler.begin(request, Conditioning(features, None)) for _ in range(rows)])
+def _step_seconds(sampler: Sampler[Any, Any], rows: int, tokens: int) -> float:
+    pack = sampler.pack([sampler.begin(*sampler.example(tokens)) for _ in range(rows)])
     times = []
     for _ in range(6):  # the first compile, tune and capture
         sampler.check_device()

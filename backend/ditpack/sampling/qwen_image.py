@@ -6,21 +6,38 @@ latents: rows are [every request's conditional row, then the guided requests' un
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ditpack.attention import select_attention
 from ditpack.errors import InvalidRequest
+from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.families import UnusableError
 from ditpack.models.graphs import Bucket, GraphCache, bucket_for
 from ditpack.models.modulation import ModulationTable
-from ditpack.models.qwen_image import MAX_POSITION, PackedRotary, QwenImageTransformer, text_start
+from ditpack.models.quantized import quantize_blocks
+from ditpack.models.qwen_image import (
+    MAX_POSITION,
+    PackedRotary,
+    QwenImageConfig,
+    QwenImageTransformer,
+    stored_name,
+    text_start,
+)
+from ditpack.models.weights import load_component
 from ditpack.packing.layout import Layout, Row, build_layout
-from ditpack.request import ImageRequest
+from ditpack.request import ImageRequest, Limits, resolve
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.guidance import true_cfg
 from ditpack.sampling.latents import seeded_noise, unpack_latents
+from ditpack.sampling.on_device import OnDevice
+
+logger = logging.getLogger(__name__)
 
 # Timesteps whose modulation is kept: all that bfloat16 tells apart between 20 and 1000; 3.4 GB for the 20 B model.
 _MODULATION_CAPACITY = 768
@@ -82,11 +99,10 @@ class Pack:
         return len(self.modulation_slots) - self.next
 
 
-class QwenImageSampler:
+class QwenImageSampler(OnDevice):
     """Begins, packs, steps and finishes requests on one device.
 
-    The engine's thread owns it; only ``rows`` may be called from any thread. ``graphs``: small packs run from captured
-    CUDA graphs; needs an attention that reads lengths from the device alone.
+    ``graphs``: small packs run from captured CUDA graphs; needs an attention that reads lengths from the device alone.
     """
 
     def __init__(
@@ -100,16 +116,24 @@ class QwenImageSampler:
         self.schedule = schedule
         self.pixels_per_patch = pixels_per_patch
         parameter = next(transformer.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        super().__init__(parameter.device)
+        self.dtype = parameter.dtype
         self._modulation = ModulationTable(transformer.modulation, self.device, self.dtype, _MODULATION_CAPACITY)
         self._graph_tokens = _GRAPH_TOKENS if graphs else 0
         self.graphs = GraphCache(self._forward)
-        self._previous_step: torch.cuda.Event | None = None
 
-    def bind_thread(self) -> None:
-        """Make this sampler's device the calling thread's own; kernels launch on the thread's device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+    @staticmethod
+    def conditioning(request: ImageRequest, read: Callable[[str], Tensor]) -> Conditioning:
+        """The text features that ``read`` returns for EMBEDS and, with guidance, NEGATIVE_EMBEDS."""
+        return Conditioning(read("EMBEDS"), read("NEGATIVE_EMBEDS") if request.guided else None)
+
+    def example(self, image_tokens: int) -> tuple[ImageRequest, Conditioning]:
+        """A square request of about that many image tokens with 16 tokens of text, and no guidance."""
+        side = math.isqrt(image_tokens) * self.pixels_per_patch
+        features = torch.zeros(16, self.transformer.config.joint_attention_dim)
+        values = {"PROMPT": "example", "WIDTH": side, "HEIGHT": side, "NUM_INFERENCE_STEPS": 8, "TRUE_CFG_SCALE": 1.0}
+        limits = Limits(side, side, size_multiple=self.pixels_per_patch, min_size=self.pixels_per_patch)
+        return resolve(values, limits), Conditioning(features, None)
 
     def rows(self, request: ImageRequest, conditioning: Conditioning) -> tuple[Row, ...]:
         """The rows that ``request`` will have in a pack.
@@ -196,6 +220,7 @@ class QwenImageSampler:
         inputs = (torch.cat((image, image[:guided], pack.tail)), pack.modulation_slots[pack.next])
         lasting = (pack.text, pack.layout, pack.rotary)
         velocity = self.graphs.run(pack.bucket, inputs, lasting, owner=pack).float()
+        self.graph_replays = self.graphs.replays
         positive = velocity[:total]  # behind it: the unconditional rows, then padding
         if guided:
             combined = true_cfg(positive[:guided], velocity[total : total + guided], pack.scales)
@@ -218,39 +243,36 @@ class QwenImageSampler:
         width = self.transformer.config.joint_attention_dim
         return torch.zeros((sum(row.text_tokens for row in padding), width), dtype=self.dtype, device=self.device)
 
-    def throttle(self) -> None:
-        """Wait until the device has finished the step before the one just enqueued.
-
-        Without it the host, which reads nothing back, would run ahead by whole images and cancel or admit too late.
-        """
-        if self.device.type != "cuda":
-            return
-        if self._previous_step is not None:
-            self._previous_step.synchronize()
-        self._previous_step = torch.cuda.Event()
-        self._previous_step.record()
-
-    def check_device(self) -> None:
-        """Raise if the device can no longer be used; called after a failed step only."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     @torch.inference_mode()
     def finish(self, member: Denoising) -> Callable[[], Tensor]:
         """Start bringing the finished latents to the host; the returned function waits for them, on any thread.
 
         It returns fp32 [z_dim, 2h, 2w] in the normalised latent space.
         """
-        latents = unpack_latents(member.latents, member.grid)
-        if self.device.type != "cuda":
-            return lambda: latents
-        host = torch.empty(latents.shape, dtype=latents.dtype, pin_memory=True)
-        host.copy_(latents, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        return self.to_host(unpack_latents(member.latents, member.grid))
 
-        def wait() -> Tensor:
-            arrived.synchronize()
-            return host
 
-        return wait
+def load_sampler(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str, quantization: str
+) -> QwenImageSampler:
+    """As ``models.families.load_sampler``."""
+    config = QwenImageConfig.from_config(checkpoint.transformer_config)
+    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnusableError("quantization", "fp8 needs a GPU of compute capability 8.9 or above")
+    try:
+        varlen = select_attention(attention, device, dtype, config.num_attention_heads, config.attention_head_dim)
+    except ValueError as error:
+        raise UnusableError("attention", str(error)) from error
+    with torch.device("meta"):
+        transformer = QwenImageTransformer(config, varlen)
+    report = load_component(checkpoint, "transformer", transformer, device, dtype, rename=stored_name)
+    logger.info("transformer: %s", report)
+    if quantization == "fp8":
+        quantize_blocks(transformer.transformer_blocks)
+        logger.info("transformer: the linear layers of its blocks are fp8 now")
+    return QwenImageSampler(
+        transformer.eval().requires_grad_(False),
+        FlowMatchSchedule.from_config(checkpoint.scheduler_config),
+        checkpoint.vae_scale_factor * config.patch_size,
+        graphs=device.type == "cuda" and varlen.reads_cu_seqlens,
+    )

@@ -6,26 +6,28 @@ import dataclasses
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import DitpackError, InvalidRequest, Unavailable
-from ditpack.request import ImageRequest, Limits, resolve_json
+from ditpack.request import Request, resolve_json
 from ditpack.tritonserver.isolation import check_deadline
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.metrics import StepMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import DitSettings, Instance, ParameterError
 from ditpack.tritonserver.responder import Responder
-from ditpack.tritonserver.tensors import Array, Outputs, read_array, read_bytes, text
+from ditpack.tritonserver.tensors import Outputs, read_array, read_bytes, text
 
 if TYPE_CHECKING:
+    import torch
+
     from ditpack.engine.engine import Engine
     from ditpack.engine.job import Job, Result
-    from ditpack.sampling.qwen_image import Conditioning
 
 _LOOK_AROUND_S = 0.5  # while the engine is full: how often those behind the first are checked for deadline and cancel
 _DRAIN_S = 20.0  # for what is in flight when the model is unloaded; tritonserver's --exit-timeout-secs must exceed it
@@ -35,14 +37,16 @@ class DitDoor:
     def __init__(
         self,
         engine: Engine,
-        limits: Limits,
+        resolve: Callable[[bytes], Request],
+        conditioning: Callable[[Any, Callable[[str], torch.Tensor]], Any],
         admission_timeout_s: float,
         outputs: Outputs,
         outcomes: Outcomes,
         metrics: StepMetrics,
     ) -> None:
         self._engine = engine
-        self._limits = limits
+        self._resolve = resolve
+        self._conditioning = conditioning
         self._admission_timeout_s = admission_timeout_s
         self._outputs = outputs
         self._outcomes = outcomes
@@ -62,7 +66,7 @@ class DitDoor:
 
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
-        from ditpack.models.families import UnusableError, load_sampler
+        from ditpack.models.families import FAMILIES, UnusableError, load_sampler
         from ditpack.sampling.knee import default_token_budget
 
         checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
@@ -79,7 +83,15 @@ class DitDoor:
             on_step=metrics.step,
         )
         outputs = Outputs(instance.config)
-        return cls(engine, limits, settings.admission_timeout_s, outputs, Outcomes(instance.model), metrics)
+        return cls(
+            engine,
+            partial(resolve_json, limits=limits, resolver=FAMILIES[checkpoint.family].resolver),
+            sampler.conditioning,
+            settings.admission_timeout_s,
+            outputs,
+            Outcomes(instance.model),
+            metrics,
+        )
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         """Read all requests, refuse the bad ones at once, then admit the rest in order.
@@ -115,7 +127,7 @@ class DitDoor:
     def _job(self, request: pb_utils.InferenceRequest, responder: Responder, arrived_ns: int) -> Job:
         from ditpack.engine.job import Job
 
-        resolved = resolve_json(read_bytes(request, "REQUEST"), self._limits)
+        resolved = self._resolve(read_bytes(request, "REQUEST"))
         check_deadline(resolved, "denoising")
         requested = request.requested_output_names()
         encode_ms = max(0, arrived_ns - resolved.accepted_ns) / 1e6
@@ -133,7 +145,7 @@ class DitDoor:
         return Job(
             request=resolved,
             request_id=responder.request_id,
-            conditioning=_conditioning(request, resolved),
+            conditioning=self._conditioning(resolved, partial(_tensor, request)),
             deliver=deliver,
             is_cancelled=responder.is_cancelled,
         )
@@ -152,7 +164,7 @@ class DitDoor:
         return True
 
     def _response(
-        self, request: ImageRequest, result: Result, encode_ms: float, requested: Sequence[str]
+        self, request: Request, result: Result, encode_ms: float, requested: Sequence[str]
     ) -> pb_utils.InferenceResponse:
         resolved = dataclasses.asdict(request)
         del resolved["accepted_ns"]
@@ -162,23 +174,18 @@ class DitDoor:
         return self._outputs.response(values, requested)
 
 
-def _conditioning(request: pb_utils.InferenceRequest, resolved: ImageRequest) -> Conditioning:
+def _tensor(request: pb_utils.InferenceRequest, name: str) -> torch.Tensor:
+    """Input ``name``; the engine knows what shapes it may have.
+
+    Raises:
+        InvalidRequest: it is missing, or not finite.
+    """
     import torch
 
-    from ditpack.sampling.qwen_image import Conditioning
-
-    prompt = torch.from_numpy(_embeds(request, "EMBEDS"))
-    negative = torch.from_numpy(_embeds(request, "NEGATIVE_EMBEDS")) if resolved.guided else None
-    return Conditioning(prompt, negative)
-
-
-def _embeds(request: pb_utils.InferenceRequest, name: str) -> Array:
-    """Input ``name``, fp32; the engine knows what shapes it may have."""
     array = read_array(request, name)
     if not np.isfinite(array).all():
-        bad = array[~np.isfinite(array)][0].item()
-        raise InvalidRequest(name, bad, "must be finite")
-    return array
+        raise InvalidRequest(name, array[~np.isfinite(array)][0].item(), "must be finite")
+    return torch.from_numpy(array)
 
 
 def _stopped(job: Job, responder: Responder) -> bool:

@@ -8,14 +8,14 @@ from typing import TypeVar
 import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import Cancelled
-from ditpack.request import ImageRequest
+from ditpack.request import Request
 from ditpack.tritonserver.outcomes import Outcomes
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-def check_deadline(request: ImageRequest, before: str) -> None:
+def check_deadline(request: Request, before: str) -> None:
     """Raise Cancelled when ``request`` came too late for the work named ``before``."""
     if request.expired:
         raise Cancelled(f"DEADLINE_MS = {request.deadline_ms}: the deadline passed before {before} began")

@@ -61,6 +61,7 @@ class StepMetrics:
         )
         self._shared = _Metric("ditpack_shared_steps_total", "Steps that carried more than one request", "COUNTER")
         self._seconds = _Metric("ditpack_step_seconds_total", "Seconds spent in steps", "COUNTER")
+        self._replays = _Metric("ditpack_graph_replays_total", "Forwards run from a CUDA graph, not eagerly", "COUNTER")
         self._tokens = _Metric("ditpack_step_tokens_total", "Tokens in the pack, summed over steps", "COUNTER")
         self._active = _Metric("ditpack_active_requests", "Requests being denoised", "GAUGE", labels)
         self._waiting = _Metric("ditpack_waiting_requests", "Requests in the waiting room", "GAUGE", labels)
@@ -71,6 +72,7 @@ class StepMetrics:
         self._requests.add(stats.requests)
         self._tokens.add(stats.tokens)
         self._seconds.add(stats.seconds)
+        self._replays.add(stats.graph_replays)
         if stats.requests > 1:
             self._shared.add()
         self.load(stats.requests, stats.waiting)

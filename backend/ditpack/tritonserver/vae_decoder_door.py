@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import InvalidRequest
-from ditpack.request import ImageRequest, Limits, resolve_json
+from ditpack.request import Request, resolve_json
 from ditpack.tritonserver.images import encode_image
 from ditpack.tritonserver.isolation import answer_together, check_deadline
 from ditpack.tritonserver.logs import route_logs
@@ -31,7 +32,7 @@ _NO_PIXELS = np.zeros((0, 0, 3), dtype=np.uint8)
 @dataclass(frozen=True, slots=True)
 class _Item:
     request_id: str
-    request: ImageRequest
+    request: Request
     latents: Array  # fp32 [z_dim, h, w]
     info: dict[str, Any]
     requested: Sequence[str]
@@ -39,12 +40,10 @@ class _Item:
 
 class VaeDecoderDoor:
     def __init__(
-        self, decoder: VaeDecoder, z_dim: int, scale_factor: int, limits: Limits, outputs: Outputs, outcomes: Outcomes
+        self, decoder: VaeDecoder, resolve: Callable[[bytes], Request], outputs: Outputs, outcomes: Outcomes
     ) -> None:
         self._decoder = decoder
-        self._z_dim = z_dim
-        self._scale_factor = scale_factor
-        self._limits = limits
+        self._resolve = resolve
         self._outputs = outputs
         self._outcomes = outcomes
         self._encoders = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "ditpack-encode")  # Pillow drops the GIL
@@ -62,14 +61,16 @@ class VaeDecoderDoor:
         device, dtype = instance.torch_target(settings.dtype)
 
         from ditpack.models.checkpoint import open_checkpoint
-        from ditpack.models.vae import load_vae_decoder
+        from ditpack.models.families import FAMILIES, load_vae_decoder
 
         checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
         return cls(
             load_vae_decoder(checkpoint, device, dtype),
-            checkpoint.vae_config["z_dim"],
-            checkpoint.vae_scale_factor,
-            checkpoint.limits(settings.max_pixels),
+            partial(
+                resolve_json,
+                limits=checkpoint.limits(settings.max_pixels),
+                resolver=FAMILIES[checkpoint.family].resolver,
+            ),
             Outputs(instance.config),
             Outcomes(instance.model),
         )
@@ -88,10 +89,11 @@ class VaeDecoderDoor:
         self._encoders.shutdown()
 
     def _read(self, request: pb_utils.InferenceRequest) -> _Item:
-        resolved = resolve_json(read_bytes(request, "REQUEST"), self._limits)
+        resolved = self._resolve(read_bytes(request, "REQUEST"))
         check_deadline(resolved, "decoding")
         latents = read_array(request, "LATENTS")
-        expected = (self._z_dim, resolved.height // self._scale_factor, resolved.width // self._scale_factor)
+        factor = self._decoder.scale_factor
+        expected = (self._decoder.z_dim, resolved.height // factor, resolved.width // factor)
         if latents.shape != expected:
             raise InvalidRequest("LATENTS", list(latents.shape), f"must have shape {list(expected)} for this request")
         if not np.isfinite(latents).all():

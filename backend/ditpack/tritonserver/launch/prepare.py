@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class Settings:
     """What a server is started with; ``ports`` maps tritonserver's option to the port."""
 
     repository: Path
+    models: Sequence[str]
     host: str
     ports: Mapping[str, int]
     cache_bytes: int
@@ -71,10 +73,15 @@ def environment(
 
 def command_line(installation: Installation, settings: Settings) -> list[str]:
     """tritonserver's arguments."""
+    key = secrets.token_hex(16)
     command = [
         str(installation.binary),
         f"--model-repository={settings.repository}",
-        "--model-control-mode=none",
+        "--model-control-mode=explicit",
+        *(f"--load-model={model}" for model in settings.models),
+        # Which models run is decided here: the API that could load and unload them is locked with a key nobody has.
+        f"--http-restricted-api=model-repository:ditpack={key}",
+        f"--grpc-restricted-protocol=model-repository:ditpack={key}",
         # The configs are complete; completing them would import every model.py in a process of its own first.
         "--disable-auto-complete-config",
         f"--http-address={settings.host}",

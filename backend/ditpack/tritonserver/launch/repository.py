@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 import ditpack
 from ditpack.tritonserver.launch.serve_error import ServeError
@@ -31,8 +35,43 @@ def find_repository(explicit: Path | None) -> Path:
 
 
 def model_names(repository: Path) -> list[str]:
-    """The models that Triton loads from it, in order."""
+    """All models in it, in order."""
     return sorted(config.parent.name for config in repository.glob("*/config.pbtxt"))
+
+
+def models_for(repository: Path, family: str) -> list[str]:
+    """The models to load for a checkpoint of ``family``, in order.
+
+    An ensemble may name the one family it serves in its parameter ``family``. Ensembles of other families are left out,
+    and with them the models that only they use. Everything else is loaded.
+
+    Raises:
+        ServeError: nothing is left.
+    """
+    configs = {name: _read(repository / name / "config.pbtxt") for name in model_names(repository)}
+    families = {name: config.parameters["family"].string_value for name, config in configs.items()}
+    others = {name for name in configs if families[name] not in ("", family)}
+
+    def steps(ensembles: set[str]) -> set[str]:
+        return {step.model_name for name in ensembles for step in configs[name].ensemble_scheduling.step}
+
+    models = sorted(set(configs) - others - (steps(others) - steps(set(configs) - others)))
+    if not models:
+        raise ServeError(
+            f"{repository} holds no model for a {family}.",
+            f"Its ensembles serve {', '.join(sorted(set(families.values()) - {''}))}; name another --checkpoint.",
+        )
+    return models
+
+
+def _read(config: Path) -> Any:
+    """The model's config; an empty one when it does not parse, which Triton reports better, with line and column."""
+    message = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(config.read_text("utf-8", "replace"), message)
+    except text_format.ParseError:
+        return model_config_pb2.ModelConfig()
+    return message
 
 
 def imports_ditpack(repository: Path) -> bool:

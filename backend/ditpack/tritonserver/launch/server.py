@@ -22,7 +22,7 @@ from ditpack.tritonserver.launch.interpreter import check_interpreter
 from ditpack.tritonserver.launch.log import find_failure, last_error
 from ditpack.tritonserver.launch.ports import take_ports
 from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory
-from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, model_names
+from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, models_for
 from ditpack.tritonserver.launch.serve_error import ServeError
 
 EXIT_TIMEOUT = 60
@@ -106,7 +106,7 @@ class TritonServer:
             return
         checkpoint = open_checkpoint(self._checkpoint, self._weights)
         repository = find_repository(self._repository)
-        self.models = model_names(repository)
+        self.models = models_for(repository, checkpoint.family)
         installation = find_tritonserver(self._tritonserver)
         check_interpreter(needs_ditpack=imports_ditpack(repository))
         wanted = {"--http-port": self.http_port, "--grpc-port": self.grpc_port, "--metrics-port": self.metrics_port}
@@ -118,6 +118,7 @@ class TritonServer:
             installation = prepare_directory(installation, directory)
             settings = Settings(
                 repository,
+                self.models,
                 self.host,
                 ports,
                 self._cache_bytes,
