@@ -19,7 +19,7 @@ from typing import Any
 import machine
 import torch
 from step import build_reference, build_sampler
-from step_impls import TEXT_TOKENS
+from step_impls import TEXT_TOKENS, image_request
 from traffic import Arrival, burst, judge, poisson, staggered
 
 from ditpack.attention import select_attention
