@@ -21,6 +21,12 @@ class DeliveryThread:
     def put(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was put so far has run; whether it had within ``timeout`` seconds."""
+        done = threading.Event()
+        self._calls.put(done.set)
+        return done.wait(max(0.0, timeout))
+
     def close(self, timeout: float) -> None:
         """Run what was put so far, then end; wait for that at most ``timeout`` seconds."""
         self._calls.put(None)

@@ -9,47 +9,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ditpack.engine.delivery import DeliveryThread
+from ditpack.engine.flight import Flight
 from ditpack.engine.isolation import advance
-from ditpack.engine.job import Job, Result, StepStats
-from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
+from ditpack.engine.job import Job, Progress, Result, StepStats
+from ditpack.errors import DitpackError, GenerationFailed, Unavailable
 from ditpack.packing.batcher import VarlenSequenceBatcher
-from ditpack.sampling.sampler import Member, Pack, Sampler
+from ditpack.sampling.sampler import Pack, Sampler
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0  # how long an idle engine sleeps before it looks around again; arrivals wake it at once
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A job inside the engine, from the waiting room to its answer."""
-
-    job: Job
-    first_tokens: int
-    submitted: float
-    skipped: int = 0
-    started: float = 0.0
-    member: Member | None = None  # set when it takes its first step
-    pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
-
-    @property
-    def tokens(self) -> int:
-        return self.member.tokens if self.member else self.first_tokens
-
-    @property
-    def steps(self) -> int:
-        return self.job.request.num_inference_steps
-
-    @property
-    def steps_left(self) -> int:
-        return self.member.steps_left if self.member else self.steps
+_REMEMBERED_CANCELS = 1024  # ids that were cancelled before they came
 
 
 class Engine:
@@ -77,9 +54,10 @@ class Engine:
         self._waiting_room = waiting_room
         self._on_step = on_step
         self._delivery = DeliveryThread()
-        self._changed = threading.Condition()  # guards the next four
-        self._flights: list[_Flight] = []  # everybody, oldest first
-        self._active: list[_Flight] = []  # those of them that take the current step
+        self._changed = threading.Condition()  # guards the next five; notified at every arrival, step and departure
+        self._flights: list[Flight] = []  # everybody, oldest first
+        self._active: list[Flight] = []  # those of them that take the current step
+        self._cancelled: OrderedDict[str, None] = OrderedDict()  # ids to drop when they come, oldest first
         self._refusal: str | None = None  # why no new job is taken; set once, by close or by death
         self._abandon = False  # close() ran out of time: fail what is left
         self._pack: Pack | None = None  # of the active ones, if it still holds; the engine thread's own
@@ -110,13 +88,13 @@ class Engine:
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """
         tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
-        flight = _Flight(job, tokens, time.monotonic())
+        flight = Flight(job, tokens, time.monotonic())
         until = flight.submitted + timeout
         with self._changed:
             while True:
                 if self._refusal is not None:
                     raise Unavailable(self._refusal)
-                if stop := _passed_deadline(flight):
+                if stop := flight.passed_deadline():
                     raise stop
                 if self.waiting_requests < self._waiting_room:
                     break
@@ -126,6 +104,52 @@ class Engine:
                 self._changed.wait(min(left, _IDLE_WAIT_S))
             self._flights.append(flight)
             self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> bool:
+        """Drop the requests of that id at the next step; whether there were any.
+
+        An id that is not here yet is remembered, and refused when it comes: Triton's queue may still hold it.
+        """
+        with self._changed:
+            self._cancelled[request_id] = None
+            self._cancelled.move_to_end(request_id)
+            while len(self._cancelled) > _REMEMBERED_CANCELS:
+                self._cancelled.popitem(last=False)
+            self._changed.notify_all()
+            return any(flight.job.request_id == request_id for flight in self._flights)
+
+    def watch(self, request_id: str, timeout: float, preview_every: int = 0) -> Iterator[Progress]:
+        """Where the request of that id stands, each time that changes, from its arrival to its end.
+
+        Waits up to ``timeout`` seconds for it to arrive; ends without a word if it does not. A slow reader misses what
+        came in between. ``preview_every``: have a preview made after every so many steps; 0 = none.
+        """
+        until = time.monotonic() + timeout
+        last: Progress | None = None
+        arrived = False
+        while True:
+            with self._changed:
+                flight = next((f for f in self._flights if f.job.request_id == request_id), None)
+                if flight is None and (arrived or self._refusal is not None or time.monotonic() > until):
+                    return
+                progress = None
+                if flight is not None:
+                    arrived = True
+                    flight.preview_every = preview_every
+                    waiting = [other for other in self._flights if other.member is None]
+                    progress = flight.progress(waiting.index(flight) + 1 if flight in waiting else 0)
+                if progress is None or progress == last:
+                    self._changed.wait(_IDLE_WAIT_S)
+                    continue
+            last = progress
+            yield progress
+
+    def drain(self, timeout: float) -> bool:
+        """Take no new jobs and wait until all are answered; whether they were within ``timeout`` seconds."""
+        self._refuse("the server is shutting down")
+        until = time.monotonic() + timeout
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and self._delivery.flush(until - time.monotonic())
 
     def close(self, timeout: float) -> None:
         """Take no new jobs, finish the accepted ones for up to ``timeout`` seconds, fail the rest, end the threads."""
@@ -161,7 +185,7 @@ class Engine:
             while True:
                 if self._abandon:
                     return False
-                stopped = [(flight, stop) for flight in self._flights if (stop := _stop_reason(flight))]
+                stopped = [(flight, stop) for flight in self._flights if (stop := flight.stop_reason(self._cancelled))]
                 for flight, _ in stopped:
                     self._flights.remove(flight)
                 chosen = self._batcher.select(self._flights)
@@ -180,13 +204,13 @@ class Engine:
                 self._begin(flight)
         return True
 
-    def _begin(self, flight: _Flight) -> None:
+    def _begin(self, flight: Flight) -> None:
         try:
             flight.member = self._sampler.begin(flight.job.request, flight.job.conditioning)
         except Exception as error:
             self._sampler.check_device()
             self._leave(flight)
-            self._answer(flight, _as_answer(flight, error))
+            self._answer(flight, flight.as_answer(error))
         else:
             flight.started = time.monotonic()
 
@@ -206,7 +230,11 @@ class Engine:
         for failed, error in failures:
             flight = next(flight for flight in self._active if flight.member is failed)
             self._leave(flight)
-            self._answer(flight, _as_answer(flight, error))
+            self._answer(flight, flight.as_answer(error))
+        for flight in self._active:
+            flight.look_ahead(self._sampler)
+        with self._changed:
+            self._changed.notify_all()
         if self._on_step is not None:
             stats = StepStats(
                 requests=len(members),
@@ -229,11 +257,11 @@ class Engine:
                 latents = self._sampler.finish(flight.member)
             except Exception as error:
                 self._sampler.check_device()
-                self._answer(flight, _as_answer(flight, error))
+                self._answer(flight, flight.as_answer(error))
             else:
                 self._deliver(flight, latents, time.monotonic())
 
-    def _leave(self, flight: _Flight) -> None:
+    def _leave(self, flight: Flight) -> None:
         with self._changed:
             self._flights.remove(flight)
             self._active.remove(flight)
@@ -247,10 +275,10 @@ class Engine:
             self._refusal = self._refusal or reason
             self._changed.notify_all()
 
-    def _answer(self, flight: _Flight, outcome: Result | DitpackError) -> None:
+    def _answer(self, flight: Flight, outcome: Result | DitpackError) -> None:
         self._delivery.put(lambda: flight.job.deliver(outcome))
 
-    def _deliver(self, flight: _Flight, latents: Callable[[], torch.Tensor], finished: float) -> None:
+    def _deliver(self, flight: Flight, latents: Callable[[], torch.Tensor], finished: float) -> None:
         sizes = flight.pack_sizes
         info = {
             "queue_ms": 1000 * (flight.started - flight.submitted),
@@ -269,37 +297,8 @@ class Engine:
                 if not torch.isfinite(result).all():
                     raise GenerationFailed("the result is not finite (overflow in the model)")
             except Exception as error:
-                flight.job.deliver(_as_answer(flight, error))
+                flight.job.deliver(flight.as_answer(error))
             else:
                 flight.job.deliver(Result(result, info))
 
         self._delivery.put(deliver)
-
-
-def _as_answer(flight: _Flight, error: Exception) -> DitpackError:
-    """``error`` as the client may see it; what is unexpected goes to the log, not to the client."""
-    if isinstance(error, DitpackError):
-        return error
-    logger.error("request %s failed", flight.job.request_id, exc_info=error)
-    return GenerationFailed(f"generation failed ({type(error).__name__}); the server's log has the details")
-
-
-def _stop_reason(flight: _Flight) -> DitpackError | None:
-    """Why ``flight`` should not go on, or None. Asked by the engine's thread alone."""
-    if passed := _passed_deadline(flight):
-        return passed
-    try:
-        cancelled = flight.job.is_cancelled()
-    except Exception as error:
-        return _as_answer(flight, error)
-    return Cancelled(f"cancelled by the client after {_progress(flight)}") if cancelled else None
-
-
-def _passed_deadline(flight: _Flight) -> Cancelled | None:
-    if not flight.job.request.expired:
-        return None
-    return Cancelled(f"DEADLINE_MS = {flight.job.request.deadline_ms}: the deadline passed after {_progress(flight)}")
-
-
-def _progress(flight: _Flight) -> str:
-    return f"{flight.steps - flight.steps_left} of {flight.steps} steps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,22 @@ class Job:
     conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]
     is_cancelled: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a request stands.
+
+    ``position`` counts those that have not begun, from 1, in order of arrival; 0 once it has begun. ``seconds``: since
+    then. ``preview``: the step after which the latest was made, and a function that waits for it: the latents that the
+    model expects to end with, as in ``Result``.
+    """
+
+    step: int
+    steps: int
+    position: int
+    seconds: float = field(compare=False)
+    preview: tuple[int, Callable[[], Tensor]] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Denoising:
     sigmas: list[float]
     latents: Tensor  # fp32 [h·w, in_channels] on the device
     step: int = 0
+    before: Tensor | None = None  # the latents before the last step
 
     @property
     def tokens(self) -> int:
@@ -231,7 +232,7 @@ class QwenImageSampler(OnDevice):
         for member, latents in zip(
             pack.members, pack.latents.split([len(m.latents) for m in pack.members]), strict=True
         ):
-            member.latents = latents
+            member.before, member.latents = member.latents, latents
             member.step += 1
 
     def _forward(self, inputs: tuple[Tensor, Tensor], lasting: tuple[Tensor, Layout, PackedRotary]) -> Tensor:
@@ -242,6 +243,15 @@ class QwenImageSampler(OnDevice):
     def _blank_text(self, padding: Sequence[Row]) -> Tensor:
         width = self.transformer.config.joint_attention_dim
         return torch.zeros((sum(row.text_tokens for row in padding), width), dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def preview(self, member: Denoising) -> Callable[[], Tensor]:
+        """As ``finish``, for the clean latents x0 = x - sigma · v that the last step predicts."""
+        if member.before is None:
+            raise ValueError("no step has been taken yet")
+        sigma, last = member.sigmas[member.step], member.sigmas[member.step - 1]
+        velocity = (member.latents - member.before) / (sigma - last)
+        return self.to_host(unpack_latents(member.latents - sigma * velocity, member.grid))
 
     @torch.inference_mode()
     def finish(self, member: Denoising) -> Callable[[], Tensor]:

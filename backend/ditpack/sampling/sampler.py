@@ -94,5 +94,8 @@ class Sampler(Protocol[MemberT, PackT]):
     def check_device(self) -> None:
         """Raise if the device can no longer be used; called after a failed step only."""
 
+    def preview(self, member: MemberT) -> Callable[[], Tensor]:
+        """As ``finish``, for the latents that the last step predicts the member to end with."""
+
     def finish(self, member: MemberT) -> Callable[[], Tensor]:
         """Start bringing the finished latents to the host; the returned function waits for them, on any thread."""
