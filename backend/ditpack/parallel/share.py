@@ -20,6 +20,9 @@ from ditpack.models.qwen_image import PackedRotary, QwenImageTransformer
 from ditpack.models.rotary import Rotary
 from ditpack.packing.layout import Layout
 
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Pick = slice | Tensor  # of the tokens or rows of a pack: those side by side, or those at int64 indices
 
 
@@ -81,7 +84,7 @@ class Shared:
         if own < longest:
             sent = torch.cat((sent, sent.new_zeros((longest - own, sent.shape[1]))))
         received = sent.new_empty((self.ranks * longest, sent.shape[1]))
-        dist.all_gather_into_tensor(received, sent, group=self.group)
+        _all_gather(received, sent, group=self.group)
         return received[share.gathered]
 
 
