@@ -101,38 +101,57 @@ def _empty_quantized(tokens: int, width: int, device: torch.device) -> Quantized
 
 
 @triton.jit
-def _quantize_kernel(
+def _take_kernel(
     x, slots, out, out_scale,
-    width,
-    GATHER: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    token_stride, group_stride, width,
+    GROUP: tl.constexpr, GATHER: tl.constexpr, GELU: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     source = tl.load(slots + token) if GATHER else token
     column = tl.arange(0, BLOCK)
     inside = column < width
-    value = tl.load(x + source * width + column, mask=inside, other=0.0).to(tl.float32)
+    at = source * token_stride + column // GROUP * group_stride + column % GROUP
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if GELU:
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
         value = 0.5 * value * (2 * tl.sigmoid(2 * inner))  # 1 + tanh(z) = 2 sigmoid(2z)
-    _store_fp8(out, out_scale, token, token * width + column, inside, value)
+    if FP8:
+        _store_fp8(out, out_scale, token, token * width + column, inside, value)
+    else:
+        tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quantized:
+def quantize(x: Tensor, gelu: bool) -> Quantized:
     """See ``ops.quantize``."""
-    tokens, width = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
+    tokens, width = x.shape
     quantized = _empty_quantized(tokens, width, x.device)
-    _quantize_kernel[(tokens,)](
-        x, x if slots is None else slots, quantized.values, quantized.scale,
-        width,
-        GATHER=slots is not None, GELU=gelu, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
+    _take_kernel[(tokens,)](
+        x, x, quantized.values, quantized.scale,
+        width, width, width,
+        GROUP=width, GATHER=False, GELU=gelu, FP8=True, BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width > 1024 else 4,
     )  # fmt: skip
     return quantized
+
+
+def take(x: Tensor, slots: Tensor, fp8: bool) -> Activation:
+    """See ``ops.take``. The last dimension of ``x`` must be dense."""
+    tokens, width, group = slots.shape[0], x.shape[1] * x.shape[2], x.shape[2]
+    quantized = _empty_quantized(tokens, width, x.device) if fp8 else None
+    out = x.new_empty((tokens, width)) if quantized is None else quantized.values
+    _take_kernel[(tokens,)](
+        x, slots, out, out if quantized is None else quantized.scale,
+        x.stride(0), x.stride(1), width,
+        GROUP=group, GATHER=True, GELU=False, FP8=fp8, BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width > 1024 else 4,
+    )  # fmt: skip
+    return out if quantized is None else quantized
 
 
 @triton.jit
 def _write_heads_kernel(
     qkv, norm_q, norm_k, cos, sin, slots, q, k, v,
-    heads, eps,
+    heads, group, token_stride, group_stride, eps,
     HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -143,7 +162,7 @@ def _write_heads_kernel(
     inside = (head < heads) & (dim < HEAD_DIM)
     at = head * HEAD_DIM + dim
     source = qkv + token * heads * HEAD_DIM * 3
-    target = slot * heads * HEAD_DIM
+    target = slot * token_stride + head // group * group_stride + head % group * HEAD_DIM + dim
     c = tl.load(cos + token * (HEAD_DIM // 2) + half)[None, :]
     s = tl.load(sin + token * (HEAD_DIM // 2) + half)[None, :]
     for part in tl.static_range(2):
@@ -155,17 +174,18 @@ def _write_heads_kernel(
         x = x.to(q.dtype.element_ty).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (HEADS, HEAD_DIM // 2, 2)))
         rotated = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (HEADS, HEAD_DIM))
-        tl.store(out + target + at, rotated.to(q.dtype.element_ty), mask=inside)
-    tl.store(v + target + at, tl.load(source + 2 * heads * HEAD_DIM + at, mask=inside), mask=inside)
+        tl.store(out + target, rotated.to(q.dtype.element_ty), mask=inside)
+    tl.store(v + target, tl.load(source + 2 * heads * HEAD_DIM + at, mask=inside), mask=inside)
 
 
 def write_heads(
     qkv: Tensor, norm_q: Tensor, norm_k: Tensor, rotary: Rotary, slots: Tensor, joint: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """See ``ops.write_heads``. The head size must be a power of two."""
-    heads, head_dim = joint[0].shape[1:]
+    """See ``ops.write_heads``. The head size must be a power of two; q, k and v have the same strides."""
+    group, head_dim = joint[0].shape[-2:]
+    heads = qkv.shape[1] // (3 * head_dim)
     _write_heads_kernel[(qkv.shape[0],)](
         qkv, norm_q, norm_k, rotary.cos, rotary.sin, slots, *joint,
-        heads, 1e-6,
+        heads, group, joint[0].stride(0), joint[0].stride(1) if joint[0].dim() == 4 else 0, 1e-6,
         HEAD_DIM=head_dim, HEADS=triton.next_power_of_2(heads), num_warps=8 if heads * head_dim > 1024 else 4,
     )  # fmt: skip

@@ -40,19 +40,22 @@ def add_modulate(
     return modulate(x, shift, scale, stream, fp8)
 
 
-def quantize(x: Tensor, slots: Tensor | None = None, gelu: bool = False) -> Quantized:
-    """The tokens ``slots`` of ``x`` (None: all), through GELU (tanh) if asked, each scaled to e4m3's range."""
+def quantize(x: Tensor, gelu: bool = False) -> Quantized:
+    """``x`` [n, width], through GELU (tanh) if asked, each token scaled to e4m3's range."""
     if kernels.usable(x):
-        return kernels.quantize(x, slots, gelu)
-    values = (x if slots is None else x[slots]).float()
+        return kernels.quantize(x, gelu)
+    values = x.float()
     values = F.gelu(values, approximate="tanh") if gelu else values
     scale = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
     return Quantized((values / scale).to(FP8), scale, len(values))
 
 
 def take(x: Tensor, slots: Tensor, fp8: bool) -> Activation:
-    """The tokens ``slots`` of ``x``."""
-    return quantize(x, slots) if fp8 else x[slots]
+    """The tokens ``slots`` of ``x`` [T, groups, width], which may be strided, as [n, groups · width]."""
+    if kernels.usable(x):
+        return kernels.take(x, slots, fp8)
+    taken = x[slots].flatten(1)
+    return quantize(taken) if fp8 else taken
 
 
 def write_heads(
@@ -63,16 +66,18 @@ def write_heads(
     Args:
         qkv: [n, 3 · heads · head_dim], queries, keys, values.
         norm_q, norm_k: [head_dim], the weights of the RMS norms over each head.
-        joint: q, k and v of the whole pack, [T, heads, head_dim] each; written at ``stream.slots``.
+        joint: where q, k and v of all tokens go, [T, heads, head_dim] each or, with the heads in groups that need not
+            lie side by side, [T, groups, heads / groups, head_dim]; written at ``stream.slots``.
     """
     if kernels.usable(qkv):
         kernels.write_heads(qkv, norm_q, norm_k, rotary, stream.slots, joint)
         return
     head_dim = norm_q.shape[0]
     q, k, v = qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
-    joint[0][stream.slots] = apply_rotary(F.rms_norm(q, (head_dim,), norm_q, EPS), rotary)
-    joint[1][stream.slots] = apply_rotary(F.rms_norm(k, (head_dim,), norm_k, EPS), rotary)
-    joint[2][stream.slots] = v
+    q = apply_rotary(F.rms_norm(q, (head_dim,), norm_q, EPS), rotary)
+    k = apply_rotary(F.rms_norm(k, (head_dim,), norm_k, EPS), rotary)
+    for target, heads in zip(joint, (q, k, v), strict=True):
+        target[stream.slots] = heads.reshape(-1, *target.shape[1:])
 
 
 def linear_gelu(layer: nn.Module, x: Activation) -> Activation:
@@ -81,6 +86,6 @@ def linear_gelu(layer: nn.Module, x: Activation) -> Activation:
         return quantize(layer(x), gelu=True)
     assert isinstance(layer, nn.Linear)
     assert isinstance(x, Tensor)
-    if x.is_cuda:
+    if x.is_cuda and len(x):
         return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
     return F.gelu(layer(x), approximate="tanh")

@@ -43,7 +43,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Quantized) -> Tensor:
         """[tokens, in] → [tokens, out] in the bias's dtype, accumulated in fp32."""
-        if x.values.is_cuda:
+        if x.values.is_cuda and x.tokens:
             product = torch._scaled_mm(
                 x.values,
                 self.weight.t(),

@@ -8,7 +8,7 @@ image stream are flat token lists, and a layout says which tokens belong to whic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -211,6 +211,8 @@ class JointAttention(nn.Module):
         super().__init__()
         dim, head_dim = config.inner_dim, config.attention_head_dim
         self.heads, self.head_dim = config.num_attention_heads, head_dim
+        # Where the heads are written and how they are attended to: what parallel.ulysses replaces.
+        self.allocate: Callable[[Tensor, Layout], tuple[Tensor, Tensor, Tensor]] = self.joint_heads
         self.attention = attention
         self.to_qkv, self.add_qkv = nn.Linear(dim, 3 * dim), nn.Linear(dim, 3 * dim)
         self.norm_q, self.norm_k = (nn.RMSNorm(head_dim, eps=EPS) for _ in range(2))
@@ -223,12 +225,17 @@ class JointAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """[S, D] and [L, D] → the streams' attention outputs in the same shapes."""
         image_qkv, text_qkv = self.to_qkv(image), self.add_qkv(text)
-        q, k, v = image_qkv.new_empty((3, layout.tokens, self.heads, self.head_dim)).unbind(0)
+        q, k, v = self.allocate(image_qkv, layout)
         write_heads(image_qkv, self.norm_q.weight, self.norm_k.weight, rotary.image, layout.image, (q, k, v))
         write_heads(text_qkv, self.norm_added_q.weight, self.norm_added_k.weight, rotary.text, layout.text, (q, k, v))
-        out = self.attention(q, k, v, layout).flatten(1)
+        out = self.attention(q, k, v, layout)
         fp8 = isinstance(self.to_add_out, Fp8Linear)
         return self.to_out(take(out, layout.image.slots, fp8)), self.to_add_out(take(out, layout.text.slots, fp8))
+
+    def joint_heads(self, like: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for the queries, keys and values of a pack, [T, heads, head_dim] each, with ``like``'s dtype."""
+        q, k, v = like.new_empty((3, layout.tokens, self.heads, self.head_dim)).unbind(0)
+        return q, k, v
 
 
 class FeedForward(nn.Module):

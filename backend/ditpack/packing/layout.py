@@ -7,7 +7,7 @@ reference image's). The text and the image stream keep their tokens in that orde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -57,13 +57,14 @@ class Stream:
 class Layout:
     """Where the tokens of R rows sit: T in all, L of them text, S of them image.
 
-    Lengths are host integers, so no kernel call has to read the device.
+    Lengths are host integers, so no kernel call has to read the device. A segment is what attends to itself alone: a
+    row, or padding (``with_segments``), whose tokens are in neither stream.
     """
 
     rows: tuple[Row, ...]
-    lengths: list[int]
+    lengths: list[int]  # one a segment
     max_seqlen: int
-    cu_seqlens: Tensor  # int32 [R+1]
+    cu_seqlens: Tensor  # int32 [segments + 1]
     text: Stream
     image: Stream
     text_offsets: Tensor  # int64 [L]: place of each text token in its row's text
@@ -97,13 +98,23 @@ def build_layout(rows: Sequence[Row], device: torch.device, max_seqlen: int | No
         rows=tuple(rows),
         lengths=lengths,
         max_seqlen=max_seqlen or max(lengths),
-        cu_seqlens=torch.tensor(row_starts, dtype=torch.int32).to(device, non_blocking=True),
+        cu_seqlens=_cu_seqlens(lengths, device),
         text=_stream(text_lengths, text_rows, text_shifts),
         image=_stream(image_lengths, image_rows, image_shifts),
         text_offsets=text_offsets,
         image_grids=image_grids,
         image_offsets=image_offsets,
     )
+
+
+def with_segments(layout: Layout, lengths: list[int]) -> Layout:
+    """``layout`` with segments of these lengths in the flat order, such as its rows' and padding behind them."""
+    cu_seqlens = _cu_seqlens(lengths, layout.cu_seqlens.device)
+    return replace(layout, lengths=lengths, max_seqlen=max(layout.max_seqlen, *lengths), cu_seqlens=cu_seqlens)
+
+
+def _cu_seqlens(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(_starts(lengths), dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _stream(lengths: list[int], rows: Tensor, shifts: list[int]) -> Stream:

@@ -123,6 +123,10 @@ class QwenImageSampler(OnDevice):
         self._graph_tokens = _GRAPH_TOKENS if graphs else 0
         self.graphs = GraphCache(self._forward)
 
+    def run_eagerly(self) -> None:
+        """Use no graphs from now on: one of several ranks cannot, for its share of a bucket has no fixed shape."""
+        self._graph_tokens = 0
+
     @staticmethod
     def conditioning(request: ImageRequest, read: Callable[[str], Tensor]) -> Conditioning:
         """The text features that ``read`` returns for EMBEDS and, with guidance, NEGATIVE_EMBEDS."""
