@@ -62,8 +62,8 @@ def main() -> None:
         if isinstance(tool, str):
             raise SystemExit(tool)
         records = through_triton(checkpoint, tool, Path(scratch), options)
-    write(records, options)  # what is measured is not lost if the rest fails
-    records += bare_engine(checkpoint, options)
+        write(records, options)  # what is measured is not lost if the rest fails
+        records += bare_engine(checkpoint, options)
     served = {r["concurrency"]: r["images_per_s"] for r in records if r["through"] == "triton"}
     for record in records:
         record["ratio_to_engine"] = None

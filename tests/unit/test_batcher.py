@@ -74,7 +74,7 @@ def test_nobody_starves() -> None:
 
 
 def test_the_patient_go_oldest_first() -> None:
-    older, newer = Request(90, steps=50, skipped=200), Request(90, steps=2, skipped=200)
+    older, newer = Request(90, steps=50, skipped=800), Request(90, steps=2, skipped=800)
     assert VarlenSequenceBatcher(100).select([older, newer, Request(90, steps=1)]) == [older]
 
 

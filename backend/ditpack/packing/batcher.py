@@ -34,14 +34,17 @@ class VarlenSequenceBatcher:
     latency and costs no throughput; a request's state is small and stays on the device, so pausing one is free.
 
     Nobody starves: a request that was skipped for ``patience`` times its own number of steps goes before all that were
-    not, oldest first. What does not fit is passed over, and smaller requests fill the gap. A request larger than the
-    whole budget runs alone.
+    not, oldest first. That bounds the tail; but a small patience turns saturation into first come, first served: with
+    4 the mean latency of a saturated mix was that of first come, with 16 it was 0.8 of it.
+
+    What does not fit is passed over, and smaller requests fill the gap. A request larger than the whole budget runs
+    alone.
 
     Raises:
         ValueError: if ``token_budget`` is below 1 or ``patience`` is negative.
     """
 
-    def __init__(self, token_budget: int, patience: float = 4.0) -> None:
+    def __init__(self, token_budget: int, patience: float = 16.0) -> None:
         if token_budget < 1:
             raise ValueError(f"token_budget = {token_budget}: must be at least 1")
         if patience < 0:

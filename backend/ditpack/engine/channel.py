@@ -1,0 +1,161 @@
+"""How the other processes of this host reach an engine: one JSON line in, JSON lines out, over a Unix socket.
+
+An ensemble passes no cancel on to its steps, and nobody can ask a request how far it is; so each engine listens in a
+directory that only this user may enter, and whoever knows a request's id may watch it or stop it.
+
+    {"do": "cancel", "id": …}                                → {"found": bool}
+    {"do": "watch", "id": …, "wait_s": …, "preview_every": …} → a line each time its ``Progress`` changes, until it ends
+    {"do": "status"}                                         → {"healthy": bool, "active": …, "waiting": …}
+    {"do": "drain", "wait_s": …}                             → {"idle": bool} once all that was accepted is answered
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ditpack.engine.engine import Engine
+from ditpack.engine.job import Progress
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE = "DITPACK_RUN_DIR"
+_CONNECTIONS = 256  # at a time; one a watched request
+_LONGEST_LINE = 4096  # bytes
+_ASK_S = 10.0  # for a short answer
+
+
+def run_directory() -> Path:
+    """Where engines listen: $DITPACK_RUN_DIR, else a directory of this user's and this server's own.
+
+    The models of a server are its children, so they agree on it.
+    """
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(named) if named else Path(tempfile.gettempdir()) / f"ditpack-{os.getuid()}-{os.getppid()}"
+
+
+class EngineChannel:
+    """Listens for ``engine`` at ``directory``/``name``.sock until closed.
+
+    ``picture`` turns a preview's latents into a JPEG file as base64 text; it runs on the watcher's own thread.
+    """
+
+    def __init__(self, engine: Engine, directory: Path, name: str, picture: Callable[[Any], str]) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = directory / f"{name}.sock"
+        self.path.unlink(missing_ok=True)  # of one that was killed
+        slots = threading.BoundedSemaphore(_CONNECTIONS)
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = _ASK_S  # for the line to arrive and for each answer to be taken
+
+            def handle(self) -> None:
+                if not slots.acquire(blocking=False):
+                    return
+                try:
+                    command = json.loads(self.rfile.readline(_LONGEST_LINE))
+                    for answer in _answers(engine, command, picture):
+                        self.wfile.write(json.dumps(answer).encode() + b"\n")
+                except (OSError, ValueError, KeyError) as error:  # the other side is gone, or talks nonsense
+                    logger.debug("channel: %s", error)
+                finally:
+                    slots.release()
+
+        self._server = _Server(str(self.path), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="ditpack-channel", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Watchers end with their requests."""
+        self._server.shutdown()
+        self._server.server_close()
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()  # the last one takes it away
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+
+def _answers(engine: Engine, command: dict[str, Any], picture: Callable[[Any], str]) -> Iterator[dict[str, Any]]:
+    match command["do"]:
+        case "cancel":
+            yield {"found": engine.cancel(str(command["id"]))}
+        case "status":
+            yield {
+                "healthy": engine.healthy,
+                "active": engine.active_requests,
+                "waiting": engine.waiting_requests,
+            }
+        case "drain":
+            yield {"idle": engine.drain(float(command["wait_s"]))}
+        case "watch":
+            shown = 0
+            every = int(command["preview_every"])
+            for progress in engine.watch(str(command["id"]), float(command["wait_s"]), every):
+                line = _line(progress)
+                if progress.preview is not None and progress.preview[0] > shown:
+                    shown, latents = progress.preview
+                    line["preview"] = picture(latents())
+                yield line
+
+
+def _line(progress: Progress) -> dict[str, Any]:
+    return {
+        "step": progress.step,
+        "steps": progress.steps,
+        "position": progress.position,
+        "seconds": round(progress.seconds, 3),
+    }
+
+
+def sockets(directory: Path) -> list[Path]:
+    """Of the engines that listen there, dead ones included."""
+    return sorted(directory.glob("*.sock"))
+
+
+def ask(path: Path, command: dict[str, Any], timeout: float = _ASK_S) -> dict[str, Any] | None:
+    """The first answer to ``command``, or None when nobody answers within ``timeout`` seconds."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout)
+            connection.connect(str(path))
+            connection.sendall(json.dumps(command).encode() + b"\n")
+            line = connection.makefile("rb").readline()
+    except OSError:
+        return None
+    return json.loads(line) if line else None
+
+
+def cancel(directory: Path, request_id: str) -> bool:
+    """Tell every engine there; whether one had the request."""
+    answers = [ask(path, {"do": "cancel", "id": request_id}) for path in sockets(directory)]
+    return any(answer["found"] for answer in answers if answer)
+
+
+def drain(directory: Path, timeout: float) -> bool:
+    """Have every engine there refuse new requests and finish the others; whether all did within ``timeout`` seconds."""
+    paths = sockets(directory)
+    results: list[dict[str, Any] | None] = [None] * len(paths)
+
+    def wait(index: int) -> None:
+        results[index] = ask(paths[index], {"do": "drain", "wait_s": timeout}, timeout + _ASK_S)
+
+    threads = [threading.Thread(target=wait, args=(index,)) for index in range(len(paths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(result is not None and result["idle"] for result in results)
