@@ -148,8 +148,8 @@ class Oracle:
             ]
         )
         t = "gen_transformer"
-        frequencies = 10000.0 ** -(torch.arange(128, dtype=torch.float32) / 128)
-        phase = self.dit.get("timestep_scale", 1.0) * time * frequencies
+        frequencies = (-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128).exp()
+        phase = self.dit.get("timestep_scale", 1.0) * (torch.tensor(time, dtype=torch.float32) * frequencies)
         temb = self.linear(f"{t}.time_caption_embed.timestep_embedder.linear_1", torch.cat((phase.cos(), phase.sin())))
         temb = self.linear(f"{t}.time_caption_embed.timestep_embedder.linear_2", F.silu(temb))
 

@@ -199,8 +199,8 @@ class TimestepEmbedder(nn.Module):
         self.linear_1, self.linear_2 = nn.Linear(256, dim), nn.Linear(dim, dim)
 
     def forward(self, timestep: Tensor) -> Tensor:
-        """``timestep`` [n] → [n, dim]. The sinusoid is fp32."""
-        exponents = torch.arange(128, dtype=torch.float32, device=timestep.device) * (-math.log(10000) / 128)
+        """``timestep`` [n] → [n, dim]. The sinusoid is fp32, in the order of diffusers' ``get_timestep_embedding``."""
+        exponents = -math.log(10000) * torch.arange(128, dtype=torch.float32, device=timestep.device) / 128
         angles = self.scale * (timestep[:, None].float() * exponents.exp())
         embedding = torch.cat((angles.cos(), angles.sin()), dim=-1).to(timestep.dtype)
         return self.linear_2(F.silu(self.linear_1(embedding)))
