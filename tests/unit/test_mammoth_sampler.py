@@ -16,9 +16,13 @@ from torch import Tensor
 from ditpack.attention.sdpa import SDPA
 from ditpack.engine.job import Result, StepStats
 from ditpack.errors import GenerationFailed, InvalidRequest
+from ditpack.models.checkpoint import open_checkpoint
+from ditpack.models.families import UnusableError, load_sampler
 from ditpack.models.mammoth_moda2 import MammothModa2Transformer, Plan
 from ditpack.models.mammoth_request import MammothRequest, resolve
+from ditpack.models.tiny_mammoth import write_tiny_mammoth_checkpoint
 from ditpack.packing.layout import Row
+from ditpack.sampling.knee import measure_knee
 from ditpack.sampling.mammoth_moda2 import Conditioning, Denoising, MammothModa2Sampler, Pack, schedule
 
 
@@ -208,6 +212,26 @@ def test_the_warm_up_request_passes_every_check(sampler: MammothModa2Sampler) ->
     served.close(TIMEOUT)
     (row,) = sampler.rows(request, given)
     assert row == Row(1 + 7, ((4, 4),))
+
+
+def test_the_token_budget_can_be_measured(sampler: MammothModa2Sampler) -> None:
+    assert set(measure_knee(sampler, (16, 64)).rates) == {16, 64}
+
+
+def test_what_is_not_made_for_the_family_is_refused(mammoth_checkpoint: Path) -> None:
+    checkpoint, cpu = open_checkpoint(mammoth_checkpoint), torch.device("cpu")
+    with pytest.raises(UnusableError, match="must be none for MammothModa2"):
+        load_sampler(checkpoint, cpu, torch.float32, quantization="fp8")
+    with pytest.raises(UnusableError, match="flash3 runs on cuda"):
+        load_sampler(checkpoint, cpu, torch.float32, attention="flash3")
+
+
+def test_the_same_seed_writes_the_same_checkpoint(mammoth_checkpoint: Path, tmp_path: Path) -> None:
+    for seed, same in ((0, True), (1, False)):
+        write_tiny_mammoth_checkpoint(tmp_path / str(seed), seed)
+        for file in sorted(path.name for path in mammoth_checkpoint.glob("*.safetensors")):
+            equal = (tmp_path / str(seed) / file).read_bytes() == (mammoth_checkpoint / file).read_bytes()
+            assert equal == same
 
 
 BAD = [
