@@ -254,6 +254,22 @@ def test_opening_a_checkpoint(mammoth_checkpoint: Path, tmp_path: Path) -> None:
         open_checkpoint(copy)
 
 
+def test_random_weights_need_no_more_than_the_config(mammoth_checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+
+    from ditpack.models.families import load_sampler, load_vae_decoder
+
+    shutil.copy(mammoth_checkpoint / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="must hold one"):
+        open_checkpoint(tmp_path, weights="stored")
+    checkpoint = open_checkpoint(tmp_path, weights="random")
+    sampler = load_sampler(checkpoint, torch.device("cpu"), torch.float32)
+    member = sampler.begin(*sampler.example(16))
+    sampler.step(sampler.pack([member]))
+    (image,) = load_vae_decoder(checkpoint, torch.device("cpu"), torch.float32).decode([sampler.finish(member)()])
+    assert image.shape == (64, 64, 3)
+
+
 def test_an_unknown_key_of_the_vae_is_an_error(mammoth_checkpoint: Path, tmp_path: Path) -> None:
     import torch
 

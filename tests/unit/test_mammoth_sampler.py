@@ -23,6 +23,7 @@ from ditpack.models.mammoth_request import MammothRequest, resolve
 from ditpack.models.tiny_mammoth import write_tiny_mammoth_checkpoint
 from ditpack.packing.layout import Row
 from ditpack.sampling.knee import measure_knee
+from ditpack.sampling.latents import unpack_latents
 from ditpack.sampling.mammoth_moda2 import Conditioning, Denoising, MammothModa2Sampler, Pack, schedule
 
 
@@ -193,6 +194,23 @@ def test_seeds_are_the_requests_own(sampler: MammothModa2Sampler) -> None:
     together = denoise(sampler, unseeded[0], seeded, unseeded[1])
     assert relative_error(together[1], denoise(sampler, seeded)[0]) < 1e-5
     assert not torch.allclose(together[0], together[2], atol=0.01)
+
+
+def test_a_preview_is_what_the_last_step_predicts(sampler: MammothModa2Sampler, mammoth_checkpoint: Path) -> None:
+    """x + (1 - t) · v, which after the last step is the result."""
+    given, plain = answer(4, 5), mammoth_request(guidance_scale=1.0, num_inference_steps=3)
+    member = sampler.begin(plain, conditioning(sampler, given))
+    with pytest.raises(ValueError, match="no step"):
+        sampler.preview(member)
+    noise = unpack_latents(member.latents, member.grid, channel_last=True)
+    pack = sampler.pack([member])
+    sampler.step(pack)
+    states, text = conditioning(sampler, given).states, 4
+    velocity = Oracle(mammoth_checkpoint).velocity(noise, 0.0, states[:text], states[text:])
+    assert relative_error(sampler.preview(member)(), noise + velocity) < 1e-5
+    for _ in range(2):
+        sampler.step(pack)
+    assert torch.equal(sampler.preview(member)(), sampler.finish(member)())
 
 
 def test_the_schedule() -> None:
