@@ -27,6 +27,7 @@ from ditpack.models.mammoth_config import MammothModa2Config, RefinerConfig
 from ditpack.models.mammoth_moda2 import MammothModa2Transformer, Tokens
 from ditpack.models.mammoth_request import resolve
 from ditpack.models.rotary import Rotary
+from ditpack.models.sandwich import Stream
 from ditpack.packing.layout import Layout
 from ditpack.request import Limits
 from ditpack.sampling.mammoth_moda2 import Conditioning, Denoising, MammothModa2Sampler
@@ -214,18 +215,18 @@ class PaddedBranch:
         """[batch, longest image, C] → the velocity, in the same shape."""
         batch, longest, _ = image.shape
         temb = F.silu(self.model.time_embedder(self.times))
-        noise = self.model.x_embedder(image).flatten(0, 1)
+        stream = Stream(self.model.x_embedder(image).flatten(0, 1), self.image.rows)
         for block in self.model.noise_refiner:
-            noise = block(noise, self.image, temb)
-        noise = noise.unflatten(0, (batch, longest))
+            block(stream, self.image, temb)
+        noise = stream.end().unflatten(0, (batch, longest))
         x = noise.new_zeros((batch, cast(Padded, self.joint.layout).length, noise.shape[2]))
         for row, (context, length) in enumerate(zip(self.contexts, self.images, strict=True)):
             x[row, : len(context)] = context
             x[row, len(context) : len(context) + length] = noise[row, :length]
-        x = x.flatten(0, 1)
+        stream = Stream(x.flatten(0, 1), self.joint.rows)
         for block in self.model.layers:
-            x = block(x, self.joint, temb)
-        x = x.unflatten(0, (batch, -1))
+            block(stream, self.joint, temb)
+        x = stream.end().unflatten(0, (batch, -1))
         out = torch.zeros_like(noise)
         for row, (context, length) in enumerate(zip(self.contexts, self.images, strict=True)):
             out[row, :length] = x[row, len(context) : len(context) + length]

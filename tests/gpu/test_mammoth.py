@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from mammoth_tools import Answer, conditioning, mixed
 
 from ditpack.attention import select_attention
+from ditpack.models import kernels, sandwich
 from ditpack.models.checkpoint import open_checkpoint
 from ditpack.models.families import load_sampler
 from ditpack.models.mammoth_request import MammothRequest
+from ditpack.models.rotary import Rotary
 from ditpack.sampling.mammoth_moda2 import MammothModa2Sampler
 
 Requests = list[tuple[MammothRequest, Answer]]
@@ -59,6 +61,41 @@ def test_bf16_packed_is_near_alone_and_near_fp32(checkpoint: str, request: pytes
         assert float((ours - alone).norm() / alone.norm()) < 0.05
         noise = (ours - theirs).norm() / theirs.norm()
         assert float(noise) < 0.3  # the noise itself is drawn in bf16, so this sees gross errors only
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("width", [48, 2304])
+def test_kernels_equal_their_definition(
+    dtype: torch.dtype, bound: float, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes of a layer, with and without the kernels: strided modulation, a head size that is no power of two."""
+
+    def norm(size: int) -> torch.nn.RMSNorm:
+        made = torch.nn.RMSNorm(size, eps=1e-5, device="cuda", dtype=dtype).requires_grad_(False)
+        made.weight.normal_(1, 0.2)
+        return made
+
+    def passes() -> list[torch.Tensor]:
+        stream = sandwich.Stream(x.clone(), rows)
+        first = stream.norm(norms[0], scale)
+        stream.add(update, norms[1], gate)
+        second = stream.norm(norms[2], scale)
+        stream.add(update, norms[1], gate)
+        rotated = [sandwich.norm_rotate(heads.clone(), norms[3], rotary) for heads in (q, q[:, :1].contiguous())]
+        return [first, second, stream.end(), *rotated, sandwich.silu_mul(x.clone(), update)]
+
+    torch.manual_seed(0)
+    rows = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2], device="cuda")
+    x, update = torch.randn(2, len(rows), width, device="cuda", dtype=dtype)
+    scale, gate, *_ = torch.randn(3, 4 * width, device="cuda", dtype=dtype).chunk(4, dim=1)
+    q = torch.randn(len(rows), 24, 96, device="cuda", dtype=dtype)
+    norms = [norm(width), norm(width), norm(width), norm(96)]
+    angles = 6 * torch.rand(len(rows), 48, device="cuda")
+    rotary = Rotary(angles.cos(), angles.sin())
+    ours = passes()
+    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    for a, b in zip(ours, passes(), strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < bound
 
 
 @pytest.mark.parametrize("name", ["flash4", "flash3", "flash2", "torch_varlen", "cudnn", "sdpa"])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ditpack.attention import VarlenAttention
 from ditpack.models.mammoth_config import MammothModa2Config
 from ditpack.models.qformer import QFormer, SwiGLU
-from ditpack.models.rotary import Rotary, apply_rotary
-from ditpack.models.sandwich import add_normed, norm_scaled
+from ditpack.models.rotary import Rotary
+from ditpack.models.sandwich import Stream, norm_rotate
 from ditpack.packing.layout import Layout, Row, build_layout
 
 _QK_EPS = 1e-5  # of the query and key norms and of the caption's, whatever norm_eps is
@@ -73,11 +73,11 @@ class MammothModa2Transformer(nn.Module):
         embedded = [self._caption(text, image) for text, image in conditions]
         lengths = [len(row) for row in embedded]
         layout = build_layout([Row(length, ()) for length in lengths], embedded[0].device)
-        x = torch.cat(embedded)
         tokens = Tokens(layout, layout.text.rows, self._rotary(layout))
+        stream = Stream(torch.cat(embedded), tokens.rows)
         for block in self.context_refiner:
-            x = block(x, tokens)
-        return list(x.split(lengths))
+            block(stream, tokens)
+        return list(stream.end().split(lengths))
 
     def _caption(self, text: Tensor, image: Tensor) -> Tensor:
         if self.image_refiner is None:
@@ -113,15 +113,16 @@ class MammothModa2Transformer(nn.Module):
             [S, patch_size² · in_channels].
         """
         temb = F.silu(self.time_embedder(timesteps))
-        noise = self.x_embedder(image)
+        noise = Stream(self.x_embedder(image), plan.image.rows)
         for block in self.noise_refiner:
-            noise = block(noise, plan.image, temb)
+            block(noise, plan.image, temb)
         layout = plan.joint.layout
-        x = noise.new_empty((layout.tokens, noise.shape[1]))
-        x[layout.text.slots], x[layout.image.slots] = context, noise
+        x = context.new_empty((layout.tokens, context.shape[1]))
+        x[layout.text.slots], x[layout.image.slots] = context, noise.end()
+        stream = Stream(x, plan.joint.rows)
         for block in self.layers:
-            x = block(x, plan.joint, temb)
-        return self.norm_out(x[layout.image.slots], temb, plan.image.rows)
+            block(stream, plan.joint, temb)
+        return self.norm_out(stream.end()[layout.image.slots], temb, plan.image.rows)
 
     def _rotary(self, layout: Layout) -> Rotary:
         """Text token l stands at (l, l, l); an image token at (length of its row's context, its row, its column)."""
@@ -147,16 +148,14 @@ class Block(nn.Module):
         self.norm1, self.ffn_norm1, self.norm2, self.ffn_norm2 = (nn.RMSNorm(dim, eps=eps) for _ in range(4))
         self.modulation = nn.Linear(config.time_dim, 4 * dim) if modulated else None
 
-    def forward(self, x: Tensor, tokens: Tokens, temb: Tensor | None = None) -> Tensor:
-        """[n, D] → [n, D]; ``temb`` [R, time_dim] has been through its SiLU."""
+    def forward(self, stream: Stream, tokens: Tokens, temb: Tensor | None = None) -> None:
+        """Advance ``stream``; ``temb`` [R, time_dim] has been through its SiLU."""
         scale = gate = mlp_scale = mlp_gate = None
         if self.modulation is not None:
             assert temb is not None
             scale, gate, mlp_scale, mlp_gate = self.modulation(temb).chunk(4, dim=1)
-        update = self.attn(norm_scaled(x, self.norm1, scale, tokens.rows), tokens)
-        x = add_normed(x, update, self.norm2, gate, tokens.rows)
-        update = self.feed_forward(norm_scaled(x, self.ffn_norm1, mlp_scale, tokens.rows))
-        return add_normed(x, update, self.ffn_norm2, mlp_gate, tokens.rows)
+        stream.add(self.attn(stream.norm(self.norm1, scale), tokens), self.norm2, gate)
+        stream.add(self.feed_forward(stream.norm(self.ffn_norm1, mlp_scale)), self.ffn_norm2, mlp_gate)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -174,7 +173,7 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[n, D] → [n, D]."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.to_q, self.to_k, self.to_v))
-        q, k = apply_rotary(self.norm_q(q), tokens.rotary), apply_rotary(self.norm_k(k), tokens.rotary)
+        q, k = norm_rotate(q, self.norm_q, tokens.rotary), norm_rotate(k, self.norm_k, tokens.rotary)
         return self.to_out(self.attention(q, k, v, tokens.layout).flatten(1))
 
 

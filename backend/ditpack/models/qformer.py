@@ -7,10 +7,10 @@ row, so no mask exists: a row's queries see that row's inputs and nothing else.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditpack.models.mammoth_config import RefinerConfig, round_up
+from ditpack.models.sandwich import silu_mul
 
 
 class QFormer(nn.Module):
@@ -59,7 +59,7 @@ class SwiGLU(nn.Module):
         self.linear_2 = nn.Linear(inner_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(F.silu(self.linear_1(x)).mul_(self.linear_3(x)))
+        return self.linear_2(silu_mul(self.linear_1(x), self.linear_3(x)))
 
 
 def valid_heads(width: int, proposed: int) -> int:
