@@ -213,7 +213,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("gen_image_condition_refiner_config/queries", 5, "refiner_config: queries = 5: unknown key"),
         ("gen_image_condition_refiner_config/num_queries", 0, "num_queries = 0: must be a positive integer"),
         ("llm_config/gen_vocab_start_index", "many", "gen_vocab_start_index = 'many'.*must be a positive integer"),
+        ("gen_image_condition_refiner_config/norm_eps", 0, "norm_eps = 0: must be a positive number"),
         ("llm_config/text_config", {}, "hidden_size = None"),
+        ("llm_config/text_config", [], r"text_config = \[\]: must be an object"),
     ],
 )
 def test_a_config_that_cannot_be_served(path: str, value: Any, message: str) -> None:
@@ -224,6 +226,7 @@ def test_a_config_that_cannot_be_served(path: str, value: Any, message: str) -> 
 def test_what_other_stages_say_is_left_alone() -> None:
     read(changed("gen_transport_config", {"snr_type": "lognorm"}))
     read(changed("transformers_version", "5.0"))
+    assert read(changed("gen_dit_config/norm_eps", None)).norm_eps == 1e-5
     assert read(changed("gen_image_condition_refiner_config", None)).refiner is None
     assert read(changed("llm_config/hidden_size", 99)).llm_hidden_size == 99
 

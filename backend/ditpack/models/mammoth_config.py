@@ -5,9 +5,7 @@ Source: bytedance/mammothmoda ``Mammothmoda2Config`` and its ``Transformer2DMode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from ditpack.errors import InvalidRequest
 from ditpack.models.config_rules import CheckpointError, Config
@@ -21,6 +19,11 @@ _GEN_KEYS = {
     *("gen_dit_config", "gen_vae_config", "gen_image_condition_refiner_config", "gen_condition_mode"),
     *("gen_axes_dim_rope", "gen_axes_lens", "gen_transport_config", "gen_token_config"),
 }
+_DIT_COUNTS = (
+    *("in_channels", "hidden_size", "num_layers", "num_refiner_layers"),
+    *("num_attention_heads", "num_kv_heads", "multiple_of"),
+)
+_DIT_KEYS = {"patch_size", "out_channels", "norm_eps", "timestep_scale", "ffn_dim_multiplier", *_DIT_COUNTS}
 _UNUSED_DIT_KEYS = {"axes_dim_rope", "axes_lens", "text_feat_dim"}  # replaced by gen_axes_* and the real text width
 
 
@@ -76,11 +79,10 @@ class MammothModa2Config:
             if key.startswith("gen_") and key not in _GEN_KEYS and root[key] is not None:
                 raise root.error(key, f"unknown key; known are {', '.join(sorted(_GEN_KEYS))}")
         dit, llm = _part(root, "gen_dit_config"), _part(root, "llm_config")
-        own = {field.name for field in fields(cls)} & _DIT_KEYS
-        _check_known(dit, own | _UNUSED_DIT_KEYS)
+        _check_known(dit, _DIT_KEYS | _UNUSED_DIT_KEYS)
         nested = llm.get("model_type") == _NESTED_REFINER
         config = cls(
-            **{key: dit[key] for key in own if key in dit.values},
+            **{key: dit[key] for key in _DIT_KEYS if dit.get(key) is not None},
             axes_dim=tuple(_three(root, "gen_axes_dim_rope", 40)),
             axes_lens=tuple(_three(root, "gen_axes_lens", 10000)),
             llm_hidden_size=_level(llm, "hidden_size", None),
@@ -98,16 +100,7 @@ class MammothModa2Config:
         return config
 
     def _check(self, root: Config, dit: Config) -> None:
-        for key in ("in_channels", "hidden_size", "num_layers", "num_refiner_layers", "num_attention_heads"):
-            if key in dit.values:
-                dit.count(key)
-        for key in ("num_kv_heads", "multiple_of"):
-            if key in dit.values:
-                dit.count(key)
-        for key in ("norm_eps", "timestep_scale", "ffn_dim_multiplier"):
-            value = dit.get(key)
-            if value is not None and not (type(value) in (int, float) and value > 0):
-                raise dit.error(key, "must be a positive number")
+        _check_numbers(dit, _DIT_COUNTS, ("norm_eps", "timestep_scale", "ffn_dim_multiplier"))
         if self.patch_size != 2:
             raise dit.error("patch_size", "must be 2")
         if self.out_channels not in (None, self.in_channels):
@@ -147,12 +140,6 @@ class MammothModa2Config:
         return tokens
 
 
-_DIT_KEYS = {
-    *("patch_size", "in_channels", "out_channels", "hidden_size", "num_layers", "num_refiner_layers"),
-    *("num_attention_heads", "num_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "timestep_scale"),
-}
-
-
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -169,17 +156,26 @@ def _check_known(config: Config, known: set[str]) -> None:
             raise config.error(key, f"unknown key; known are {', '.join(sorted(known))}")
 
 
+def _check_numbers(config: Config, counts: tuple[str, ...], positive: tuple[str, ...]) -> None:
+    """Those of the keys that are there must be positive integers, or positive numbers (or null)."""
+    for key in counts:
+        if key in config.values:
+            config.count(key)
+    for key in positive:
+        value = config.get(key)
+        if value is not None and not (type(value) in (int, float) and value > 0):
+            raise config.error(key, "must be a positive number")
+
+
 def _refiner(root: Config) -> RefinerConfig | None:
     if root.get("gen_image_condition_refiner_config") is None:
         return None
     config = _part(root, "gen_image_condition_refiner_config")
-    _check_known(config, set(RefinerConfig.__dataclass_fields__))
-    for key in ("num_queries", "num_layers"):
-        if key in config.values:
-            config.count(key)
-    if config.get("num_heads") is not None:
-        config.count("num_heads")
-    return RefinerConfig(**config.values)
+    known = set(RefinerConfig.__dataclass_fields__)
+    _check_known(config, known)
+    values = {key: value for key, value in config.values.items() if key in known and value is not None}
+    _check_numbers(Config(config.file, values), ("num_queries", "num_layers", "num_heads"), ("norm_eps",))
+    return RefinerConfig(**values)
 
 
 def _three(root: Config, key: str, default: int) -> list[int]:
@@ -188,10 +184,11 @@ def _three(root: Config, key: str, default: int) -> list[int]:
 
 def _level(llm: Config, key: str, default: int | None) -> int:
     """A number of the language model: of llm_config itself, else of its text_config, else ``default``."""
-    text: Mapping[str, Any] = llm.get("text_config") or {}
-    value = llm.get(key)
-    value = text.get(key) if value is None else value
-    value = default if value is None else value
+    text = llm.get("text_config")
+    if not isinstance(text, dict | None):
+        raise llm.error("text_config", "must be an object")
+    levels = (llm.get(key), (text or {}).get(key), default)
+    value = next((value for value in levels if value is not None), None)
     if type(value) is not int or value < 0:
         raise CheckpointError(f"{llm.file}: {key} = {value!r}, also in text_config: must be a positive integer")
     return value
