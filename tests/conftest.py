@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, and the two checkpoints that tests run on."""
+"""What every test shares: no network, two threads, and the checkpoints that tests run on."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
     write_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mammoth_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random MammothModa2 as the Preview is, with a refiner of its own; read it, never change it."""
+    from ditpack.models.tiny_mammoth import write_tiny_mammoth_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny-mammoth"
+    write_tiny_mammoth_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mammoth_dev_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as the Dev is, with the refiner inside the transformer."""
+    from ditpack.models.tiny_mammoth import write_tiny_mammoth_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny-mammoth-dev"
+    write_tiny_mammoth_checkpoint(directory, nested=True)
     return directory
 
 

@@ -107,16 +107,16 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
         InvalidRequest: naming the field, its value and what is allowed.
     """
     check_known(values, FIELDS)
-    prompt = _text(values, "PROMPT", None)
+    prompt = text(values, "PROMPT", None)
     if prompt is None:
         raise InvalidRequest("PROMPT", None, "is required")
     if not prompt.strip():
         raise InvalidRequest("PROMPT", prompt, "must not be blank")
 
-    scale = _number(values, "TRUE_CFG_SCALE", DEFAULT_TRUE_CFG_SCALE)
+    scale = number(values, "TRUE_CFG_SCALE", DEFAULT_TRUE_CFG_SCALE)
     if not (math.isfinite(scale) and scale >= 1):
         raise InvalidRequest("TRUE_CFG_SCALE", scale, "must be a finite number of at least 1 (1 turns guidance off)")
-    negative = _text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
+    negative = text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
 
     return ImageRequest(
         prompt=prompt,
@@ -180,7 +180,7 @@ def resolve_json(text: str | bytes, limits: Limits, resolver: Resolver[RequestT]
     return request
 
 
-def _text(values: Mapping[str, Any], field: str, default: str | None) -> str | None:
+def text(values: Mapping[str, Any], field: str, default: str | None) -> str | None:
     value = values.get(field)
     if value is None:
         return default
@@ -194,7 +194,7 @@ def _text(values: Mapping[str, Any], field: str, default: str | None) -> str | N
     return value
 
 
-def _number(values: Mapping[str, Any], field: str, default: float) -> float:
+def number(values: Mapping[str, Any], field: str, default: float) -> float:
     value = values.get(field)
     if value is None:
         return default
@@ -224,7 +224,7 @@ def _size(values: Mapping[str, Any], field: str, default: int, limits: Limits) -
 
 
 def _choice(values: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> str:
-    value = _text(values, field, allowed[0])
+    value = text(values, field, allowed[0])
     if value not in allowed:
         raise InvalidRequest(field, value, f"must be one of {', '.join(allowed)}")
     return value

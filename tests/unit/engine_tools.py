@@ -24,10 +24,11 @@ TIMEOUT = 60.0  # seconds; every wait of the tests ends
 class Ticket:
     """A submitted job. ``outcomes`` counts the answers, so that a second one is seen."""
 
-    def __init__(self, image_request: ImageRequest, **job: Any) -> None:
+    def __init__(self, image_request: Any, **job: Any) -> None:
         self.outcomes: list[Result | DitpackError] = []
         self._arrived: queue.SimpleQueue[Result | DitpackError] = queue.SimpleQueue()
-        job.setdefault("conditioning", conditioning(image_request))
+        if "conditioning" not in job:
+            job["conditioning"] = conditioning(image_request)
         self.job = Job(request=image_request, request_id=f"seed-{image_request.seed}", deliver=self._deliver, **job)
 
     def _deliver(self, outcome: Result | DitpackError) -> None:

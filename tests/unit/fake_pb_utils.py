@@ -18,6 +18,7 @@ _NUMPY_TYPES = {
     "TYPE_INT32": np.int32,
     "TYPE_INT64": np.int64,
     "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
     "TYPE_STRING": np.object_,
 }
 

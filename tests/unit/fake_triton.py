@@ -23,6 +23,7 @@ from tritonclient.grpc import model_config_pb2
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("prepare", "text_encoder", "dit", "vae_decoder")
+MAMMOTH_MODELS = ("mammoth_prepare", "mammoth_dit", "mammoth_vae_decoder")
 WAIT_S = 60.0
 
 

@@ -73,3 +73,14 @@ def test_importable_is_not_usable(monkeypatch: pytest.MonkeyPatch, kernel: objec
     q, k, v = packed(4, 4)
     chosen = select_attention("auto", CPU, torch.float32, 4, 16)
     assert torch.equal(chosen(q, k, v, LAYOUT), SDPA.load()(q, k, v, LAYOUT))
+
+
+def ungrouped(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))  # 0, 1, 0, 1, … instead of 0, 0, …, 1, 1, …
+    return SDPA.load()(q, k, v, layout)
+
+
+def test_a_backend_that_shares_the_wrong_heads_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "BACKENDS", (replace(SDPA, name="bad", load=lambda: ungrouped), SDPA))
+    assert select_attention("auto", CPU, torch.float32, 6, 16, kv_heads=6).name == "bad"
+    assert select_attention("auto", CPU, torch.float32, 6, 16, kv_heads=2).name == "sdpa"

@@ -8,10 +8,12 @@ import sys
 from typing import Any
 
 import pytest
-from fake_triton import MODELS, REPOSITORY, read_config, triton_args
+from fake_triton import MAMMOTH_MODELS, MODELS, REPOSITORY, read_config, triton_args
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
-from ditpack.request import FIELDS
+from ditpack import request
+from ditpack.models import mammoth_request
+from ditpack.models.families import FAMILIES
 from ditpack.tritonserver import parameters
 from ditpack.tritonserver.parameters import Instance, ParameterError
 
@@ -20,20 +22,26 @@ SETTINGS = {
     "text_encoder": parameters.TextEncoderSettings,
     "dit": parameters.DitSettings,
     "vae_decoder": parameters.VaeDecoderSettings,
+    "mammoth_prepare": parameters.MammothPrepareSettings,
+    "mammoth_dit": parameters.DitSettings,
+    "mammoth_vae_decoder": parameters.VaeDecoderSettings,
 }
+ALL = (*MODELS, *MAMMOTH_MODELS)
+ENSEMBLES = ("qwen_image", "mammoth_moda2")
 
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:
-    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*MODELS, "qwen_image"])
-    assert (REPOSITORY / "qwen_image" / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
+    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*ALL, *ENSEMBLES])
+    for ensemble in ENSEMBLES:
+        assert (REPOSITORY / ensemble / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_doors_are_thin(model: str) -> None:
     assert len((REPOSITORY / model / "1" / "model.py").read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_a_door_imports_in_the_stub_that_only_reads_the_config(model: str) -> None:
     """That stub has no TritonError, Tensor, … in pb_utils yet, and importing torch there would cost seconds a model."""
     code = f"""
@@ -50,35 +58,37 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_every_queue_is_bounded_and_nothing_needs_a_gpu(model: str) -> None:
     config = read_config(model)
     assert config.dynamic_batching.default_queue_policy.max_queue_size > 0
     assert config.max_batch_size > 0
     kinds = [ModelInstanceGroup.Kind.Name(group.kind) for group in config.instance_group]
-    assert kinds == ["KIND_CPU" if model == "prepare" else "KIND_AUTO"]
+    assert kinds == ["KIND_CPU" if model.endswith("prepare") else "KIND_AUTO"]
 
 
-def test_dit_has_the_documented_queue_policy() -> None:
-    batching = read_config("dit").dynamic_batching
+@pytest.mark.parametrize("dit", ["dit", "mammoth_dit"])
+def test_dit_has_the_documented_queue_policy(dit: str) -> None:
+    batching = read_config(dit).dynamic_batching
     assert (batching.priority_levels, batching.default_priority_level) == (3, 2)
     assert batching.default_queue_policy.default_timeout_microseconds > 0, "0 would ignore a client's own timeout"
     assert batching.default_queue_policy.allow_timeout_override
 
 
-def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight() -> None:
-    dit = read_config("dit")
+@pytest.mark.parametrize("prefix", ["", "mammoth_"])
+def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight(prefix: str) -> None:
+    dit = read_config(f"{prefix}dit")
     in_flight = dit.max_batch_size + dit.dynamic_batching.default_queue_policy.max_queue_size
-    assert read_config("vae_decoder").dynamic_batching.default_queue_policy.max_queue_size > 2 * in_flight
+    assert read_config(f"{prefix}vae_decoder").dynamic_batching.default_queue_policy.max_queue_size > 2 * in_flight
 
 
 def test_variable_shapes_do_not_split_batches() -> None:
-    for model in MODELS:
+    for model in ALL:
         for tensor in read_config(model).input:
             assert tensor.allow_ragged_batch == (-1 in tensor.dims), f"{model}.{tensor.name}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
     kind = SETTINGS[model]
     instance = Instance.from_args(triton_args(model))
@@ -86,9 +96,10 @@ def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: 
     assert instance.settings(kind) == kind()
 
 
-def test_the_ensemble_fits_its_steps() -> None:
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_the_ensemble_fits_its_steps(name: str) -> None:
     """Triton's own rules: names exist, types and dims are equal, every tensor has one producer and is used."""
-    ensemble = read_config("qwen_image")
+    ensemble = read_config(name)
     assert ensemble.max_batch_size == 0
     scope: dict[str, tuple[Any, ...]] = {t.name: (t.data_type, *t.dims) for t in ensemble.input}
     optional = {t.name for t in ensemble.input if t.optional}
@@ -114,11 +125,24 @@ def test_the_ensemble_fits_its_steps() -> None:
     assert used == set(scope)
 
 
-def test_the_wire_has_the_resolvers_fields() -> None:
-    assert sorted(t.name for t in read_config("prepare").input) == sorted(FIELDS)
-    assert [(t.name, t.data_type, t.optional) for t in read_config("qwen_image").input] == [
-        (t.name, t.data_type, t.optional) for t in read_config("prepare").input
+@pytest.mark.parametrize(
+    ("ensemble", "prepare", "fields"),
+    [
+        ("qwen_image", "prepare", request.FIELDS),
+        ("mammoth_moda2", "mammoth_prepare", ("HIDDEN_STATES", "TOKEN_IDS", "ANSWER_START", *mammoth_request.FIELDS)),
+    ],
+)
+def test_the_wire_has_the_resolvers_fields(ensemble: str, prepare: str, fields: tuple[str, ...]) -> None:
+    assert sorted(t.name for t in read_config(prepare).input) == sorted(fields)
+    assert [(t.name, t.data_type, t.dims, t.optional) for t in read_config(ensemble).input] == [
+        (t.name, t.data_type, t.dims, t.optional) for t in read_config(prepare).input
     ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_an_ensemble(family: str) -> None:
+    served = [read_config(ensemble).parameters["family"].string_value for ensemble in ENSEMBLES]
+    assert served.count(family) == 1
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,8 @@ class TestRepository:
     def test_ours(self) -> None:
         ours = ["dit", "prepare", "qwen_image", "text_encoder", "vae_decoder"]
         assert models_for(find_repository(None), "QwenImagePipeline") == ours
+        mammoth = ["mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
+        assert models_for(find_repository(None), "mammothmoda2") == mammoth
 
     def test_whether_models_need_ditpack(self, tmp_path: Path) -> None:
         assert not imports_ditpack(a_repository(tmp_path / "theirs", "import numpy\n"))

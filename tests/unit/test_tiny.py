@@ -140,4 +140,7 @@ def test_the_command(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["tiny", str(target)])
     assert again.exit_code == 1
     assert "not an empty folder" in again.output
+    mammoth = tmp_path / "mammoth"
+    assert CliRunner().invoke(app, ["tiny-mammoth", str(mammoth)]).exit_code == 0
+    assert open_checkpoint(mammoth).family == "mammothmoda2"
     assert CliRunner().invoke(app, ["huge", str(tmp_path / "x")]).exit_code == 2

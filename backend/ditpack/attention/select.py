@@ -21,11 +21,14 @@ NAMES = ("auto", *(backend.name for backend in BACKENDS))
 _PROBE_TOLERANCE = 2e-2  # relative, for half precision; a wrong kernel or a leak between rows is off by about 1
 
 
-def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> Attention:
+def select_attention(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, kv_heads: int | None = None
+) -> Attention:
     """The attention for this device, dtype and head shape; logs the choice and what was passed over.
 
     Args:
         name: ``auto`` or the name of one backend, which is then used or refused.
+        kv_heads: heads of keys and values, None = as many as those of queries.
 
     Raises:
         ValueError: for an unknown name, or a named backend that cannot serve the case; says why.
@@ -34,7 +37,7 @@ def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads:
         raise ValueError(f"attention = {name!r}: must be one of {', '.join(NAMES)}")
     refusals: list[str] = []
     for backend in BACKENDS if name == "auto" else [b for b in BACKENDS if b.name == name]:
-        attention, reason = _probe(backend, device, dtype, heads, head_dim)
+        attention, reason = _probe(backend, device, dtype, heads, kv_heads or heads, head_dim)
         if attention is not None:
             passed_over = f" (passed over: {'; '.join(refusals)})" if refusals else ""
             logger.info("attention backend: %s%s", backend.name, passed_over)
@@ -44,7 +47,7 @@ def select_attention(name: str, device: torch.device, dtype: torch.dtype, heads:
 
 
 def _probe(
-    backend: Backend, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+    backend: Backend, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[VarlenAttention | None, str]:
     """Load the backend and compare it with sdpa on two rows of unequal length; importable does not mean usable."""
     if reason := backend.refusal(device, dtype, head_dim):
@@ -57,7 +60,10 @@ def _probe(
         return attention, ""
     layout = build_layout([Row(3, ((5, 7),)), Row(20, ((12, 12),))], device)
     generator = torch.Generator("cpu").manual_seed(0)
-    q, k, v = torch.randn((3, layout.tokens, heads, head_dim), generator=generator).to(device, dtype)
+    q, k, v = (
+        torch.randn((layout.tokens, count, head_dim), generator=generator).to(device, dtype)
+        for count in (heads, kv_heads, kv_heads)
+    )
     try:
         out = attention(q, k, v, layout).float()
         exact = SDPA.load()(q.float(), k.float(), v.float(), layout)

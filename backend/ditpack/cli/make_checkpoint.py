@@ -17,18 +17,22 @@ class Preset(enum.StrEnum):
     """The checkpoints that can be made."""
 
     TINY = "tiny"
+    TINY_MAMMOTH = "tiny-mammoth"
     QWEN_IMAGE = "qwen-image"
 
 
 def make_checkpoint(
     preset: Annotated[
         Preset,
-        typer.Argument(help="tiny: 2 layers, random weights, 1 MB. qwen-image: the published configs, no weights."),
+        typer.Argument(
+            help="tiny, tiny-mammoth: a Qwen-Image, a MammothModa2 of 2 layers, random weights, 1 MB. "
+            "qwen-image: the published configs, no weights."
+        ),
     ],
     directory: Annotated[Path, typer.Argument(help="An empty or new folder.")],
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same weights.")] = 0,
 ) -> None:
-    """Write a Qwen-Image checkpoint with the real classes, to test or measure with. Its pictures are noise."""
+    """Write a checkpoint to test or measure with. Its pictures are noise."""
     start = time.monotonic()
     errors = Console(stderr=True)
     try:
@@ -36,6 +40,7 @@ def make_checkpoint(
 
         from ditpack.models.published import write_published_configs
         from ditpack.models.tiny import write_tiny_checkpoint
+        from ditpack.models.tiny_mammoth import write_tiny_mammoth_checkpoint
     except ImportError as error:
         errors.print(f"[red]make-checkpoint needs the model libraries ({error}); install ditpack\\[backend][/red]")
         raise typer.Exit(1) from None
@@ -43,6 +48,8 @@ def make_checkpoint(
     try:
         if preset is Preset.TINY:
             write_tiny_checkpoint(directory, seed=seed)
+        elif preset is Preset.TINY_MAMMOTH:
+            write_tiny_mammoth_checkpoint(directory, seed=seed)
         else:
             write_published_configs(directory)
     except (DitpackError, OSError) as error:

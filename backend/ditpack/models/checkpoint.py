@@ -1,4 +1,4 @@
-"""Opening a diffusers-layout checkpoint directory: what is wrong with it is found here, before any weight is read.
+"""Opening a checkpoint directory: what is wrong with it is found here, before any weight is read.
 
 Nothing in this file needs torch: ``prepare`` opens checkpoints too, and only for their numbers and their tokenizer.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ditpack.models.config_rules import CheckpointError, Config, check_fit
+from ditpack.models.config_rules import CheckpointError, Config, check_autoencoder_kl, check_fit
+from ditpack.models.mammoth_config import MODEL_TYPE, MammothModa2Config
 from ditpack.request import Limits
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
@@ -56,8 +57,9 @@ class GenerationSettings:
 class Checkpoint:
     """A directory that was looked through and fits together.
 
-    ``family`` is the pipeline class of its model_index.json; the configs are its json files as they are. ``weights``:
-    whether its models get the stored weights or random ones.
+    ``family`` is the pipeline class of its model_index.json, or the model_type of its config.json, in which case that
+    file is its ``transformer_config``. The configs are json objects as they are. ``vae_scale_factor`` is the number of
+    pixels per latent pixel along each side. ``weights``: whether its models get the stored weights or random ones.
     """
 
     path: Path
@@ -66,13 +68,9 @@ class Checkpoint:
     scheduler_config: dict[str, Any]
     vae_config: dict[str, Any]
     text_encoder_config: dict[str, Any]
+    vae_scale_factor: int
     settings: GenerationSettings
     weights: str = "stored"
-
-    @property
-    def vae_scale_factor(self) -> int:
-        """Pixels per latent pixel along each side. The length of ``temperal_downsample`` (sic) sets it."""
-        return int(2 ** len(self.vae_config["temperal_downsample"]))
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -122,7 +120,12 @@ def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto")
         weights = os.environ.get(WEIGHTS_VARIABLE) or "stored"
     if weights not in WEIGHTS:
         raise CheckpointError(f"weights = {weights!r}: must be one of {', '.join(WEIGHTS)}")
+    if not (path / "model_index.json").exists() and (path / "config.json").exists():
+        return _open_mammoth_moda2(path, weights)
+    return _open_pipeline(path, weights)
 
+
+def _open_pipeline(path: Path, weights: str) -> Checkpoint:
     index = Config.read(path / "model_index.json")
     family = index.one_of("_class_name", tuple(FAMILIES))
     for component, classes in FAMILIES[family].items():
@@ -142,6 +145,7 @@ def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto")
             find_weights(path / component)
     _check_tokenizer(path / "tokenizer")
 
+    scale_factor = 2 ** len(vae["temperal_downsample"])  # sic; its length counts
     return Checkpoint(
         path=path,
         family=family,
@@ -149,7 +153,29 @@ def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto")
         scheduler_config=scheduler.values,
         vae_config=vae.values,
         text_encoder_config=text_encoder.values,
-        settings=_settings(path / "ditpack.json", size_multiple=2 * 2 ** len(vae["temperal_downsample"])),
+        vae_scale_factor=scale_factor,
+        settings=_settings(path / "ditpack.json", size_multiple=2 * scale_factor),
+        weights=weights,
+    )
+
+
+def _open_mammoth_moda2(path: Path, weights: str) -> Checkpoint:
+    root = Config.read(path / "config.json")
+    config = MammothModa2Config.read(root)
+    vae = Config(root.file.with_name("config.json: gen_vae_config"), root["gen_vae_config"])
+    check_autoencoder_kl(vae, config.in_channels)
+    if weights == "stored":
+        find_weights(path)
+    scale_factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    return Checkpoint(
+        path=path,
+        family=MODEL_TYPE,
+        transformer_config=root.values,
+        scheduler_config={},
+        vae_config=vae.values,
+        text_encoder_config=root["llm_config"],
+        vae_scale_factor=scale_factor,
+        settings=_settings(path / "ditpack.json", size_multiple=2 * scale_factor),
         weights=weights,
     )
 

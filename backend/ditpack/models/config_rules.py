@@ -1,4 +1,4 @@
-"""What the json files of a Qwen-Image checkpoint must say, each alone and together, for this code to serve it."""
+"""What the json files of a checkpoint must say, each alone and together, for this code to serve it."""
 
 from __future__ import annotations
 
@@ -130,6 +130,22 @@ def _check_vae(config: Config) -> None:
         config.numbers(key, config["z_dim"])
     if any(value <= 0 for value in config["latents_std"]):
         raise config.error("latents_std", "must be positive throughout")
+
+
+def check_autoencoder_kl(config: Config, latent_channels: int) -> None:
+    """Check the config of an AutoencoderKL whose latents have ``latent_channels``. Raises as ``check_fit``."""
+    if not isinstance(config.values, dict):
+        raise CheckpointError(f"{config.file}: must be an object")
+    config.one_of("_class_name", ("AutoencoderKL",), default="AutoencoderKL")
+    config.numbers("block_out_channels", integers=True)
+    if config["latent_channels"] != latent_channels:
+        raise config.error("latent_channels", f"must be in_channels = {latent_channels} of gen_dit_config")
+    for key in ("scaling_factor", "shift_factor"):
+        value = config.get(key)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+            raise config.error(key, "must be null or a finite number")
+    if config.get("scaling_factor") == 0:
+        raise config.error("scaling_factor", "must not be 0")
 
 
 def _check_text_encoder(config: Config, text: Config) -> None:

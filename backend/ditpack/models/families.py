@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ditpack import request
+from ditpack.models import mammoth_request
 from ditpack.models.checkpoint import Checkpoint
 from ditpack.request import Resolver
 
@@ -31,6 +32,11 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "QwenImagePipeline": Family(
         request.resolve, "ditpack.sampling.qwen_image:load_sampler", "ditpack.models.vae:load_vae_decoder"
+    ),
+    "mammothmoda2": Family(
+        mammoth_request.resolve,
+        "ditpack.sampling.mammoth_moda2:load_sampler",
+        "ditpack.models.autoencoder_kl:load_vae_decoder",
     ),
 }
 

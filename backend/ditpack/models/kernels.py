@@ -5,34 +5,17 @@ Rows are looked up in the kernel, so modulation is never copied per token.
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ditpack.models.quantized import FP8, Activation, Quantized
 from ditpack.models.rotary import Rotary
-
-_INSTALLED = importlib.util.find_spec("triton") is not None
-
-if _INSTALLED:
-    import triton
-    import triton.language as tl
-else:  # a CPU-only install: the decorators below must still be readable
-
-    class _Absent:
-        constexpr: Any = None
-
-        def jit(self, function: Any) -> Any:
-            return function
-
-    triton = tl = _Absent()
+from ditpack.models.triton_language import INSTALLED, tl, triton
 
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels can run on ``x``."""
-    return _INSTALLED and x.is_cuda
+    return INSTALLED and x.is_cuda
 
 
 @triton.jit

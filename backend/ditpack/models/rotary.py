@@ -17,18 +17,25 @@ class Rotary:
     sin: Tensor
 
     @classmethod
-    def from_positions(cls, positions: Tensor, axes_dims: Sequence[int], theta: float = 10000.0) -> Rotary:
+    def from_positions(
+        cls,
+        positions: Tensor,
+        axes_dims: Sequence[int],
+        theta: float = 10000.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Rotary:
         """Tables for int64 ``positions`` [tokens, axes]; axis i rotates ``axes_dims[i]`` of the head's dimensions.
 
-        Source: diffusers ``QwenEmbedRope.rope_params`` (fp32 angles position · theta^(-2j/dim)).
+        Source: diffusers ``QwenEmbedRope.rope_params`` (angles position · theta^(-2j/dim), there in fp32). ``dtype`` is
+        that of the angles, as the model was trained with.
         """
         angles = []
         for axis, dim in enumerate(axes_dims):
-            exponents = torch.arange(0, dim, 2, dtype=torch.float32).div(dim)
+            exponents = torch.arange(0, dim, 2, dtype=dtype).div(dim)
             frequencies = (1.0 / torch.pow(theta, exponents)).to(positions.device)
-            angles.append(torch.outer(positions[:, axis].float(), frequencies))
+            angles.append(torch.outer(positions[:, axis].to(dtype), frequencies))
         angle = torch.cat(angles, dim=1)
-        return cls(angle.cos(), angle.sin())
+        return cls(angle.cos().float(), angle.sin().float())
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:

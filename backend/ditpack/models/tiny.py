@@ -66,7 +66,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
         )
         text_encoder = Qwen2_5_VLForConditionalGeneration(_text_config(tokenizer))
     for module in (transformer, vae, text_encoder):
-        _randomise(module, generator)
+        randomise(module, generator)
     QwenImagePipeline(
         scheduler=qwen_image_scheduler(),
         vae=vae.eval(),
@@ -150,7 +150,7 @@ def _numbers(generator: torch.Generator, low: float, high: float) -> list[float]
 
 
 @torch.no_grad()
-def _randomise(module: nn.Module, generator: torch.Generator) -> None:
+def randomise(module: nn.Module, generator: torch.Generator) -> None:
     """Set every parameter. The classes leave biases and norms at 0 and 1, which would hide a wrong use of them."""
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -1,11 +1,10 @@
-"""The decoding half of AutoencoderKLQwenImage: latents to pixels."""
+"""Latents to pixels, and the decoding half of AutoencoderKLQwenImage."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +22,19 @@ _BATCH_PIXELS = 4 * 1024 * 1024  # the most that one pass decodes (or one image)
 
 
 class VaeDecoder:
-    """Decodes latents of any sizes, equal sizes together; safe to call from several threads."""
+    """Decodes latents of any sizes, equal sizes together; safe to call from several threads.
 
-    def __init__(self, vae: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
-        self._vae = vae
-        self.scale_factor = checkpoint.vae_scale_factor
-        self.z_dim: int = checkpoint.vae_config["z_dim"]
-        shape = (1, self.z_dim, 1, 1, 1)
-        self._mean = torch.tensor(checkpoint.vae_config["latents_mean"]).view(shape).to(report.device, report.dtype)
-        # Divided by the reciprocal, as diffusers does it: multiplying by the number itself rounds differently in bf16.
-        self._inverse_std = 1.0 / torch.tensor(checkpoint.vae_config["latents_std"]).view(shape).to(
-            report.device, report.dtype
-        )
-        self._lock = threading.Lock()  # diffusers keeps the convolutions' cache on the module during a pass
+    ``decode_batch``: normalised latents [B, z_dim, h, w] on ``report``'s device and in its dtype → images in -1 … 1,
+    [B, 3, H, W]. It is called by one thread at a time.
+    """
+
+    def __init__(
+        self, decode_batch: Callable[[torch.Tensor], torch.Tensor], z_dim: int, scale_factor: int, report: LoadReport
+    ) -> None:
+        self._decode_normalised = decode_batch
+        self.z_dim = z_dim
+        self.scale_factor = scale_factor
+        self._lock = threading.Lock()  # diffusers keeps a convolution's cache on the module during a pass
         self.report = report
 
     def decode(self, latents: Sequence[torch.Tensor]) -> list[npt.NDArray[np.uint8]]:
@@ -68,10 +67,8 @@ class VaeDecoder:
     @torch.inference_mode()
     def _decode_batch(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, z_dim, h, w] → uint8 [B, H, W, 3], rounded as diffusers' image processor does."""
-        scaled = latents.to(self.report.device, self.report.dtype).unsqueeze(2)
-        scaled = scaled / self._inverse_std + self._mean
         with self._lock:
-            image: torch.Tensor = self._vae.decode(scaled, return_dict=False)[0][:, :, 0]
+            image = self._decode_normalised(latents.to(self.report.device, self.report.dtype))
         image = (image * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
         return (image * 255).round().to(torch.uint8)
 
@@ -88,7 +85,16 @@ def load_vae_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.
     vae.quant_conv = nn.Identity()
     report = load_component(checkpoint, "vae", vae, device, dtype, rename=_decoder)
     log.info("%s", report)
-    return VaeDecoder(vae, checkpoint, report)
+    shape = (1, checkpoint.vae_config["z_dim"], 1, 1, 1)
+    mean = torch.tensor(checkpoint.vae_config["latents_mean"]).view(shape).to(device, dtype)
+    # Divided by the reciprocal, as diffusers does it: multiplying by the number itself rounds differently in bf16.
+    inverse_std = 1.0 / torch.tensor(checkpoint.vae_config["latents_std"]).view(shape).to(device, dtype)
+
+    def decode_batch(latents: torch.Tensor) -> torch.Tensor:
+        image: torch.Tensor = vae.decode(latents.unsqueeze(2) / inverse_std + mean, return_dict=False)[0]
+        return image[:, :, 0]
+
+    return VaeDecoder(decode_batch, checkpoint.vae_config["z_dim"], checkpoint.vae_scale_factor, report)
 
 
 def _decoder(key: str) -> str | None:

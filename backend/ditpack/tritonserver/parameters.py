@@ -70,6 +70,12 @@ class PrepareSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class MammothPrepareSettings:
+    checkpoint: str = _words("auto")
+    max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
+
+
+@dataclass(frozen=True, slots=True)
 class TextEncoderSettings:
     checkpoint: str = _words("auto")
     weights: str = _choice("auto", *WEIGHTS)
