@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 3600.0
 _CLOSE_TIMEOUT_S = 10.0
-_GRACE_S = 5.0  # for the other answers, once a rank has failed: they may be caught in a collective with it
+_GRACE_S = 2.0  # for the other answers, once a rank has failed: they may be caught in a collective with it
 _WAIT_S = 0.25
 
 
@@ -135,7 +135,7 @@ class WorkerGroup:
         answers = self._collect(timeout_s)
         failures = [answer[1] for ok, answer in answers.values() if not ok]
         if len(answers) < len(self._channels):
-            silent = [device for rank, device in enumerate(self._config.devices) if rank not in answers]
+            silent = [self._name(rank) for rank in range(len(self._channels)) if rank not in answers]
             reason = f"no answer to {verb} from {', '.join(silent)} within {timeout_s:g} s"
             self.lose(f"{failures[0]}; then {reason}" if failures else reason)
         elif failures and verb == "step" and (len(failures) < len(answers) or len(set(failures)) > 1):
@@ -162,8 +162,7 @@ class WorkerGroup:
         """Lose the group if a rank has not been heard of for too long. To be called now and then, by any thread."""
         oldest = min(self._seen)
         if self._watched and time.monotonic() - oldest > self._timeout_s:
-            device = self._config.devices[self._seen.index(oldest)]
-            self.lose(f"nothing heard of {device} for {self._timeout_s:g} s")
+            self.lose(f"nothing heard of {self._name(self._seen.index(oldest))} for {self._timeout_s:g} s")
 
     def lose(self, reason: str) -> None:
         """Kill all ranks and let everybody who waits for them know."""
@@ -205,7 +204,10 @@ class WorkerGroup:
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])
             )
             self._channels.append(Connection(ours.detach()))
-        logger.info("rank %d: process %d on %s", rank, self._processes[rank].pid, self._config.devices[rank])
+        logger.info("%s: process %d", self._name(rank), self._processes[rank].pid)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._config.devices[rank]})"
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -254,7 +256,7 @@ class WorkerGroup:
                     level, name, text = content
                     logging.getLogger(name).log(level, "%s", text)
         except (EOFError, OSError):
-            self.lose(f"the worker on {self._config.devices[rank]} {self._end(rank)}")
+            self.lose(f"{self._name(rank)} {self._end(rank)}")
 
     def _take_answer(self, rank: int, number: int, ok: bool, answer: Any) -> None:
         with self._changed:

@@ -73,6 +73,7 @@ class ParallelSampler:
         self._restart = restart
         self._keys = itertools.count()
         self._group: WorkerGroup | None = None
+        self._starting: WorkerGroup | None = None
         self._refusal = ""  # why there is no group
         self._failure: Exception | None = None  # of the first start
         self._started, self._closing = threading.Event(), threading.Event()
@@ -147,8 +148,10 @@ class ParallelSampler:
         return self._latents(member, "finish")
 
     def close(self) -> None:
-        """End the workers; none is left."""
+        """End the workers, also those that are being started; none is left."""
         self._closing.set()
+        if (starting := self._starting) is not None:
+            starting.lose("not needed any more")
         self._thread.join()
 
     def _latents(self, member: RemoteMember, verb: str) -> Callable[[], Tensor]:
@@ -193,12 +196,15 @@ class ParallelSampler:
             group = self._start_again(group.lost or "")
 
     def _start(self) -> WorkerGroup:
-        group = WorkerGroup(self._config, self._timeout_s)
+        group = self._starting = WorkerGroup(self._config, self._timeout_s)
         try:
-            group.wait_ready()
+            if not self._closing.is_set():  # set later, it finds the group
+                group.wait_ready()
         except BaseException:
             group.close()
             raise
+        finally:
+            self._starting = None
         self._group = group
         return group
 
@@ -217,7 +223,8 @@ class ParallelSampler:
             try:
                 group = self._start()
             except Exception as error:
-                logger.error("the workers could not be restarted: %s", error)
+                if not self._closing.is_set():
+                    logger.error("the workers could not be restarted: %s", error)
                 if self._closing.wait(_BACKOFF_S * 2**attempt):
                     return None
             else:
