@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs runs, at the smallest size, on the CPU, and says how far each way is from one device."""
+"""The benchmark of several GPUs runs on the CPU, at the smallest size, and says how far from one device each way is."""
 
 from __future__ import annotations
 

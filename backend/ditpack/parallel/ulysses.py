@@ -112,7 +112,7 @@ class Exchange:
         return q, k, v
 
     def around(self, attention: VarlenAttention) -> VarlenAttention:
-        """``attention`` of this rank's heads over all tokens; from what ``allocate`` gave to [T/P, W · P, h · head_dim].
+        """``attention`` of this rank's heads over all tokens, into [T/P, W · P, h · head_dim]; reads what was allocated.
 
         On a GPU only the device waits for an exchange; the host goes on.
         """
