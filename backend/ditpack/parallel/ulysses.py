@@ -112,7 +112,9 @@ class Exchange:
         return q, k, v
 
     def around(self, attention: VarlenAttention) -> VarlenAttention:
-        """``attention`` of this rank's heads over all tokens, into [T/P, W · P, h · head_dim]; reads what was allocated.
+        """``attention`` of this rank's heads over all tokens, read where they were allocated.
+
+        The result is [T/P, W · P, h · head_dim], of all heads and this rank's tokens.
 
         On a GPU only the device waits for an exchange; the host goes on.
         """
