@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -40,12 +41,14 @@ MIX = [
 
 @pytest.fixture(scope="module")
 def parallel_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """When it has stopped, no worker, shared memory or temporary directory is left."""
+    """When it has stopped, no process and no shared memory is left, and nobody has made noise."""
     directory = tmp_path_factory.mktemp("parallel")
     edits = [KIND, parameter("devices", "cpu,cpu"), parameter("worker_timeout_s", "20")]
     repository = edited_repository(directory / "models", {"dit": edits})
     with serving(tiny_checkpoint, directory / "tritonserver.log", repository) as server:
         yield server
+    log = (directory / "tritonserver.log").read_text("utf-8", "replace")
+    assert not re.search(r"Traceback|terminate called|Warning|\[rank\d|leaked|gloo|nccl", log, re.IGNORECASE), log
 
 
 def workers(server: TritonServer) -> list[int]:

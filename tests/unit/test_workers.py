@@ -109,8 +109,9 @@ def test_members_are_forgotten_with_their_proxies(sampler: ParallelSampler) -> N
 
 def test_a_failed_call_costs_no_worker(sampler: ParallelSampler) -> None:
     pids = sampler.pids
-    with pytest.raises(CallFailed, match="EMBEDS"):
+    with pytest.raises(CallFailed, match="EMBEDS") as failed:
         sampler.begin(MIX[0], Conditioning(torch.zeros(3, 5), torch.zeros(3, 5)))
+    assert "in begin" in failed.value.__notes__[0], "where it failed on the rank"
     assert isinstance(run(Open(sampler), MIX[:1])[0], Result)
     assert sampler.pids == pids
 
@@ -185,16 +186,16 @@ def test_a_worker_that_lives_but_does_not_answer(sampler: ParallelSampler) -> No
 
 
 def test_refusing_for_good(tiny_checkpoint: Path) -> None:
-    """An idle worker dies. Beside the shared group, which must not mind: two groups at once do not meet."""
-    sampler = parallel_sampler(tiny_checkpoint, restart=False, parallel="rows")
+    """An idle worker hangs. Beside the shared group, which must not mind: two groups at once do not meet."""
+    sampler = parallel_sampler(tiny_checkpoint, timeout_s=3, restart=False, parallel="rows")
     served = engine(sampler)
     first = Ticket(MIX[0])
     served.submit(first.job, 5)
     assert isinstance(first.outcome(), Result)
     pids = sampler.pids
-    os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: not served.healthy, 5)
-    with pytest.raises(Unavailable, match="workers were lost"):
+    os.kill(pids[0], signal.SIGSTOP)
+    wait_until(lambda: not served.healthy, 8)
+    with pytest.raises(Unavailable, match=r"nothing heard of rank 0 \(cpu\) for 3 s"):
         served.submit(Ticket(MIX[0]).job, 5)
     wait_until(lambda: sampler.pids == [])
     with pytest.raises(Unavailable, match="has to be loaded again"):
@@ -252,15 +253,19 @@ def test_no_worker_outlives_its_parent(tiny_checkpoint: Path) -> None:
     path = [str(Path(__file__).parent)]
     code = PARENT.format(path=path, checkpoint=str(tiny_checkpoint))
     environment = os.environ | {"TMPDIR": str(tempfile.gettempdir())}
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment)
     assert parent.stdout is not None
+    assert parent.stderr is not None
     pids = list(map(int, parent.stdout.readline().split()))
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGSTOP)
     parent.kill()
     parent.wait()
     assert gone(pids, 5)
+    assert parent.stderr.read() == "", "no noise"
     parent.stdout.close()
+    parent.stderr.close()
 
 
 def test_threads_end(sampler: ParallelSampler) -> None:

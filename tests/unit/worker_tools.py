@@ -11,8 +11,8 @@ import torch
 
 from ditpack.models.checkpoint import open_checkpoint
 from ditpack.models.families import plan_sampler
+from ditpack.parallel.messages import WorkerConfig
 from ditpack.parallel.sampler import ParallelSampler
-from ditpack.parallel.worker import WorkerConfig
 
 
 def parallel_sampler(

@@ -29,7 +29,7 @@ import torch
 
 from ditpack.errors import Unavailable
 from ditpack.models.families import UnusableError
-from ditpack.parallel.worker import WorkerConfig
+from ditpack.parallel.messages import Failure, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class WorkerGroup:
         self._changed = threading.Condition()  # guards the next four
         self.lost: str | None = None  # why, once it is
         self._closing = False
-        self._answers: dict[int, tuple[bool, Any]] = {}  # by rank, to the current call
+        self._answers: dict[int, Any] = {}  # by rank, to the current call
         self._results: dict[int, Future[torch.Tensor]] = {}
         self._current = 0
         self._numbers = itertools.count(1)
@@ -96,7 +96,7 @@ class WorkerGroup:
 
         Raises:
             UnusableError: a setting that a rank cannot serve.
-            RuntimeError: whatever else kept a rank from loading.
+            CallFailed, WorkersLost: whatever else kept a rank from loading.
         """
         try:
             for rank, channel in enumerate(self._channels):
@@ -104,11 +104,12 @@ class WorkerGroup:
         except OSError as error:
             self.lose(f"a worker cannot be reached ({error})")
         answers = self._collect(_LOAD_TIMEOUT_S)
-        failures = [answer for ok, answer in answers.values() if not ok]
+        failures = _failures(answers)
         if failures or len(answers) < len(self._channels):
             self.lose(f"not loaded within {_LOAD_TIMEOUT_S:g} s")
-            setting, reason = failures[0] if failures else (None, self.lost or "")
-            raise UnusableError(setting, reason) if setting else RuntimeError(f"the workers cannot load: {reason}")
+            if failures and failures[0].setting:
+                raise UnusableError(failures[0].setting, failures[0].reason)
+            raise _failed(failures[0]) if failures else WorkersLost(f"the workers cannot load: {self.lost}")
         self.call("warm_up", timeout_s=_LOAD_TIMEOUT_S)
         shutil.rmtree(self._directory, ignore_errors=True)  # the ranks have met
         self._seen = [time.monotonic()] * len(self._channels)
@@ -133,18 +134,18 @@ class WorkerGroup:
             self.lose(f"a worker cannot be reached ({error})")
         timeout_s = timeout_s or self._timeout_s
         answers = self._collect(timeout_s)
-        failures = [answer[1] for ok, answer in answers.values() if not ok]
+        failures = _failures(answers)
         if len(answers) < len(self._channels):
             silent = [self._name(rank) for rank in range(len(self._channels)) if rank not in answers]
             reason = f"no answer to {verb} from {', '.join(silent)} within {timeout_s:g} s"
-            self.lose(f"{failures[0]}; then {reason}" if failures else reason)
-        elif failures and verb == "step" and (len(failures) < len(answers) or len(set(failures)) > 1):
-            self.lose(f"a step failed on some ranks only, or in different places: {failures[0]}")
+            self.lose(f"{failures[0].reason}; then {reason}" if failures else reason)
+        elif failures and verb == "step" and (len(failures) < len(answers) or len({f.reason for f in failures}) > 1):
+            self.lose(f"a step failed on some ranks only, or in different ways: {failures[0].reason}")
         if self.lost is not None:
             raise WorkersLost(f"the workers were lost: {self.lost}")
         if failures:
-            raise CallFailed(failures[0])
-        return [answers[rank][1] for rank in range(len(self._channels))]
+            raise _failed(failures[0])
+        return [answers[rank] for rank in range(len(self._channels))]
 
     def latents(self, key: int, verb: str) -> Future[torch.Tensor]:
         """The latents of member ``key``, as ``verb`` (finish or preview) of the first rank's sampler brings them."""
@@ -218,7 +219,7 @@ class WorkerGroup:
             except subprocess.TimeoutExpired:
                 logger.error("process %d does not end, though killed", process.pid)
 
-    def _collect(self, timeout: float) -> dict[int, tuple[bool, Any]]:
+    def _collect(self, timeout: float) -> dict[int, Any]:
         """The answers of the current call: all, or those there are when time is up or the group is lost.
 
         Once a rank has failed the others get a few seconds more: they may be caught in a collective with it.
@@ -227,7 +228,7 @@ class WorkerGroup:
         failed = False
         with self._changed:
             while len(self._answers) < len(self._channels) and self.lost is None:
-                if not failed and not all(ok for ok, _ in self._answers.values()):
+                if not failed and _failures(self._answers):
                     failed = True
                     until = min(until, time.monotonic() + _GRACE_S)
                 left = until - time.monotonic()
@@ -257,11 +258,14 @@ class WorkerGroup:
                     logging.getLogger(name).log(level, "%s", text)
         except (EOFError, OSError):
             self.lose(f"{self._name(rank)} {self._end(rank)}")
+        except Exception as error:
+            logger.exception("%s said what nobody understands", self._name(rank))
+            self.lose(f"{self._name(rank)} cannot be understood ({type(error).__name__})")
 
-    def _take_answer(self, rank: int, number: int, ok: bool, answer: Any) -> None:
+    def _take_answer(self, rank: int, number: int, answer: Any) -> None:
         with self._changed:
             if number == self._current:
-                self._answers[rank] = (ok, answer)
+                self._answers[rank] = answer
                 self._changed.notify_all()
 
     def _end(self, rank: int) -> str:
@@ -270,3 +274,13 @@ class WorkerGroup:
         except subprocess.TimeoutExpired:
             return "closed its channel"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _failures(answers: dict[int, Any]) -> list[Failure]:
+    return [answer for answer in answers.values() if isinstance(answer, Failure)]
+
+
+def _failed(failure: Failure) -> CallFailed:
+    error = CallFailed(failure.reason)
+    error.add_note(f"On the rank:\n{failure.trace}")
+    return error

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ditpack.packing.layout import Row
 from ditpack.parallel.group import WorkerGroup, WorkersLost
-from ditpack.parallel.worker import WorkerConfig
+from ditpack.parallel.messages import WorkerConfig
 from ditpack.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ParallelSampler:
 
     Raises:
         UnusableError: a setting that the model or a device cannot serve.
-        RuntimeError: whatever else kept the workers from starting.
+        CallFailed, WorkersLost: whatever else kept the workers from starting.
     """
 
     graph_replays = 0

@@ -15,46 +15,24 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ditpack.models.checkpoint import Checkpoint, CheckpointError
+from ditpack.models.checkpoint import CheckpointError
 from ditpack.models.families import UnusableError, load_sampler
 from ditpack.models.qwen_image import QwenImageTransformer
+from ditpack.parallel.messages import BEAT_S, Failure, WorkerConfig
 from ditpack.parallel.rows import share_rows
 from ditpack.parallel.ulysses import Ulysses
 from ditpack.sampling.sampler import Sampler
 
-logger = logging.getLogger(__name__)
-
-BEAT_S = 0.5  # how often a worker with nothing to say shows that it lives
 _PR_SET_PDEATHSIG = 1
 _EXAMPLE_TOKENS = 64  # of the step that warms up the kernels before the first request comes
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """What a worker is told first; all workers of a group are told the same, but for the rank."""
-
-    rank: int
-    devices: tuple[str, ...]  # "cuda:<ordinal>" or "cpu", one a rank
-    store: str  # the file by which the ranks find each other
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    attention: str
-    quantization: str
-    parallel: str  # tokens or rows
-    sp_padding: str
-    collective_timeout_s: float
-
-    @property
-    def device(self) -> str:
-        return self.devices[self.rank]
 
 
 class Outbox(logging.Handler):
@@ -115,10 +93,11 @@ def main() -> None:
         try:
             sampler = _load(config)
         except (CheckpointError, UnusableError, RuntimeError, ValueError, OSError) as error:
-            outbox.put(("answer", 0, False, (getattr(error, "setting", None), f"{config.device}: {error}")))
+            setting = getattr(error, "setting", None)
+            outbox.put(("answer", 0, Failure(f"{config.device}: {error}", traceback.format_exc(), setting)))
             outbox.end()
             os._exit(1)  # the group may be half built, and taking it down would wait for the others
-        outbox.put(("answer", 0, True, None))
+        outbox.put(("answer", 0, None))
         Worker(config, sampler, channel, outbox).serve()
     except EOFError:
         os._exit(1)
@@ -191,10 +170,8 @@ class Worker:
             try:
                 result = getattr(self, f"_{verb}")(*arguments)
             except Exception as error:  # whatever it was, it is the call's answer
-                logger.exception("%s: %s failed", self._config.device, verb)
-                self._outbox.put(("answer", number, False, (None, f"{type(error).__name__}: {error}")))
-            else:
-                self._outbox.put(("answer", number, True, result))
+                result = Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            self._outbox.put(("answer", number, result))
 
     def _warm_up(self) -> None:
         """The first step, in which kernels are compiled."""

@@ -44,9 +44,9 @@ def load(instance: Instance, settings: DitSettings, checkpoint: Checkpoint) -> S
 
 def _load_workers(settings: DitSettings, checkpoint: Checkpoint) -> ParallelSampler:
     from ditpack.models.families import UnusableError, plan_sampler
+    from ditpack.parallel.messages import WorkerConfig
     from ditpack.parallel.sampler import ParallelSampler
     from ditpack.parallel.ulysses import check_degree
-    from ditpack.parallel.worker import WorkerConfig
 
     planner = plan_sampler(checkpoint)
     if settings.parallel == "tokens":
