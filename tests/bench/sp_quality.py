@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ditpack.models.checkpoint import open_checkpoint
-from ditpack.models.prompt import PromptTokenizer
-from ditpack.models.text_encoder import load_text_encoder
 from ditpack.parallel.rows import share_rows
 from ditpack.parallel.ulysses import Ulysses
 from ditpack.request import ImageRequest, Limits, resolve
@@ -74,6 +72,8 @@ def embedded(device: torch.device, dtype: torch.dtype, attention: str) -> Iterat
     if importlib.util.find_spec("diffusers") is None:
         print("no diffusers here, whose VAE makes the pictures: the embedded model is left out", flush=True)
         return
+    from ditpack.models.prompt import PromptTokenizer
+    from ditpack.models.text_encoder import load_text_encoder
     from ditpack.models.vae import load_vae_decoder
 
     group = dist.group.WORLD

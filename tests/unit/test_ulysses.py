@@ -40,6 +40,7 @@ PACKS = {
     "shorter than the ranks": [Row(1, ((1, 1),))],
     "short rows": [Row(1, ((1, 1),)), Row(2, ((1, 1),)), Row(1, ((1, 2),)), Row(1, ((1, 1),))],
     "text only on most ranks": [Row(90, ((1, 2),))],
+    "rows without text": [Row(0, ((5, 5),)), Row(3, ((2, 2),)), Row(0, ((1, 1),))],
     "mix": MIX,
 }
 
@@ -81,7 +82,7 @@ def sharded(degree: int, rows: list[Row], mode: str, fp8: bool = False, poisoned
     if mode == "rows":
         share_rows(transformer, group(degree))
     else:
-        Ulysses(transformer, group(degree), mode)
+        Ulysses(transformer, group(degree), mode.removesuffix(" overlapped"), mode.endswith("overlapped"))
     forward(transformer, rows[:1])  # what another pack left behind must not matter
     return forward(transformer, rows, poisoned)
 
@@ -91,7 +92,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("mode", ["segment", "masked", "rows"])
+@pytest.mark.parametrize("mode", ["segment", "segment overlapped", "masked", "rows"])
 @pytest.mark.parametrize("pack", PACKS)
 def test_equals_one_process(pack: str, mode: str, degree: int, ranks: Ranks) -> None:
     exact = forward(model(), PACKS[pack])

@@ -67,7 +67,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether new jobs are taken."""
-        return self._refusal is None
+        return self._refusal is None and self._sampler.ready
 
     @property
     def active_requests(self) -> int:
@@ -152,7 +152,9 @@ class Engine:
         return not self._thread.is_alive() and self._delivery.flush(until - time.monotonic())
 
     def close(self, timeout: float) -> None:
-        """Take no new jobs, finish the accepted ones for up to ``timeout`` seconds, fail the rest, end the threads."""
+        """Take no new jobs, finish the accepted ones for up to ``timeout`` seconds, fail the rest, end the threads and
+        the sampler.
+        """
         self._refuse("the server is shutting down")
         self._thread.join(timeout)
         with self._changed:
@@ -160,6 +162,7 @@ class Engine:
             self._changed.notify_all()
         self._thread.join(timeout)
         self._delivery.close(timeout)
+        self._sampler.close()
 
     # The engine thread.
 

@@ -21,17 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family brings: its resolver, and "module:function" of what loads its sampler and its image decoder."""
+    """What a family brings: its resolver, and "module:function" of what loads its sampler and its image decoder.
+
+    ``planner``: of what makes a sampler without weights, for a family that can run on several devices.
+    """
 
     resolver: Resolver[Any]
     sampler: str
     vae_decoder: str
+    planner: str | None = None
 
 
 # By what ``Checkpoint.family`` calls them.
 FAMILIES: Mapping[str, Family] = {
     "QwenImagePipeline": Family(
-        request.resolve, "ditpack.sampling.qwen_image:load_sampler", "ditpack.models.vae:load_vae_decoder"
+        request.resolve,
+        "ditpack.sampling.qwen_image:load_sampler",
+        "ditpack.models.vae:load_vae_decoder",
+        planner="ditpack.sampling.qwen_image:plan_sampler",
     ),
     "mammothmoda2": Family(
         mammoth_request.resolve,
@@ -63,6 +70,18 @@ def load_sampler(
         UnusableError: ``attention`` or ``quantization`` is not usable here.
     """
     return _function(FAMILIES[checkpoint.family].sampler)(checkpoint, device, dtype, attention, quantization)
+
+
+def plan_sampler(checkpoint: Checkpoint) -> Sampler[Any, Any]:
+    """A sampler of ``checkpoint`` without weights: it knows rows and examples, and cannot take a step.
+
+    Raises:
+        UnusableError: the family runs on one device only.
+    """
+    planner = FAMILIES[checkpoint.family].planner
+    if planner is None:
+        raise UnusableError("devices", f"a {checkpoint.family} runs on one device")
+    return _function(planner)(checkpoint)
 
 
 def load_vae_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> VaeDecoder:

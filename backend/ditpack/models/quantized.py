@@ -43,7 +43,9 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Quantized) -> Tensor:
         """[tokens, in] → [tokens, out] in the bias's dtype, accumulated in fp32."""
-        if x.values.is_cuda and x.tokens:
+        if not x.tokens:  # as on a rank that holds none of a stream
+            return self.bias.new_empty((0, len(self.bias)))
+        if x.values.is_cuda:
             product = torch._scaled_mm(
                 x.values,
                 self.weight.t(),

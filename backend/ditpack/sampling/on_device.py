@@ -11,6 +11,8 @@ from torch import Tensor
 class OnDevice:
     """What every sampler does with its device, whatever the model. On a CPU there is nothing to do."""
 
+    ready = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.graph_replays = 0  # for a sampler with graphs to count
@@ -37,6 +39,9 @@ class OnDevice:
         """Raise if the device can no longer be used; called after a failed step only."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Nothing: what it holds goes with it."""
 
     def to_host(self, latents: Tensor) -> Callable[[], Tensor]:
         """Start copying ``latents`` to the host; the returned function waits for the copy, on any thread."""

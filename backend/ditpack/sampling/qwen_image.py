@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ditpack.attention import select_attention
+from ditpack.attention.sdpa import SDPA
 from ditpack.errors import InvalidRequest
 from ditpack.models.checkpoint import Checkpoint
 from ditpack.models.families import UnusableError
@@ -284,9 +285,20 @@ def load_sampler(
     if quantization == "fp8":
         quantize_blocks(transformer.transformer_blocks)
         logger.info("transformer: the linear layers of its blocks are fp8 now")
+    return _sampler(checkpoint, transformer, graphs=device.type == "cuda" and varlen.reads_cu_seqlens)
+
+
+def plan_sampler(checkpoint: Checkpoint) -> QwenImageSampler:
+    """As ``models.families.plan_sampler``."""
+    with torch.device("meta"):
+        transformer = QwenImageTransformer(QwenImageConfig.from_config(checkpoint.transformer_config), SDPA.load())
+    return _sampler(checkpoint, transformer, graphs=False)
+
+
+def _sampler(checkpoint: Checkpoint, transformer: QwenImageTransformer, graphs: bool) -> QwenImageSampler:
     return QwenImageSampler(
         transformer.eval().requires_grad_(False),
         FlowMatchSchedule.from_config(checkpoint.scheduler_config),
-        checkpoint.vae_scale_factor * config.patch_size,
-        graphs=device.type == "cuda" and varlen.reads_cu_seqlens,
+        checkpoint.vae_scale_factor * transformer.config.patch_size,
+        graphs,
     )

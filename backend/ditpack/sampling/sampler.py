@@ -52,11 +52,14 @@ class Sampler(Protocol[MemberT, PackT]):
     def device(self) -> device: ...
 
     @property
+    def ready(self) -> bool:
+        """Whether it can take requests now. Any thread may ask."""
+
+    @property
     def graph_replays(self) -> int:
         """How many forwards so far ran from a captured CUDA graph; the others ran eagerly."""
 
-    @staticmethod
-    def conditioning(request: Any, read: Callable[[str], Tensor]) -> Any:
+    def conditioning(self, request: Any, read: Callable[[str], Tensor]) -> Any:
         """What the model is conditioned on, from the input tensors that ``read`` returns by their names on the wire.
 
         Raises:
@@ -99,3 +102,6 @@ class Sampler(Protocol[MemberT, PackT]):
 
     def finish(self, member: MemberT) -> Callable[[], Tensor]:
         """Start bringing the finished latents to the host; the returned function waits for them, on any thread."""
+
+    def close(self) -> None:
+        """Give back what does not go with this object; called last."""

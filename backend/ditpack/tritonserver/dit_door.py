@@ -15,11 +15,12 @@ import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import DitpackError, InvalidRequest, Unavailable
 from ditpack.request import Request, resolve_json
+from ditpack.tritonserver import dit_devices
 from ditpack.tritonserver.isolation import check_deadline
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.metrics import StepMetrics
 from ditpack.tritonserver.outcomes import Outcomes
-from ditpack.tritonserver.parameters import DitSettings, Instance, ParameterError
+from ditpack.tritonserver.parameters import DitSettings, Instance
 from ditpack.tritonserver.responder import Responder
 from ditpack.tritonserver.tensors import Outputs, read_array, read_bytes, text
 
@@ -60,28 +61,25 @@ class DitDoor:
             ParameterError, CheckpointError: it cannot be served as configured.
         """
         route_logs()
-        instance = Instance.from_args(args)
+        instance = Instance.from_args(args, several_devices=True)
         settings = instance.settings(DitSettings)
-        device, dtype = instance.torch_target(settings.dtype)
+        dit_devices.check_kind(instance, settings)
 
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
-        from ditpack.models.families import FAMILIES, UnusableError, load_sampler
+        from ditpack.models.families import FAMILIES
         from ditpack.sampling.knee import default_token_budget
 
         checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
         limits = checkpoint.limits(settings.max_pixels)
-        try:
-            sampler = load_sampler(checkpoint, device, dtype, settings.attention, settings.quantization)
-        except UnusableError as error:
-            raise ParameterError(instance.model, error.setting, getattr(settings, error.setting), str(error)) from error
+        sampler = dit_devices.load(instance, settings, checkpoint)
         metrics = StepMetrics(instance.name)
-        engine = Engine(
-            sampler,
-            token_budget=settings.token_budget or default_token_budget(sampler),
-            waiting_room=settings.waiting_room,
-            on_step=metrics.step,
-        )
+        try:
+            token_budget = settings.token_budget or default_token_budget(sampler)
+        except BaseException:
+            sampler.close()
+            raise
+        engine = Engine(sampler, token_budget=token_budget, waiting_room=settings.waiting_room, on_step=metrics.step)
         outputs = Outputs(instance.config)
         return cls(
             engine,
@@ -121,8 +119,12 @@ class DitDoor:
                 waiting = deque(entry for entry in waiting if not _stopped(*entry))
 
     def finalize(self) -> None:
-        """Finish what is in flight for a bounded time, fail the rest, end the engine's threads."""
+        """Finish what is in flight for a bounded time, fail the rest, end the engine's threads and its workers."""
         self._engine.close(_DRAIN_S)
+
+    def is_ready(self) -> bool:
+        """Whether new requests are taken; Triton asks from 26.03 on."""
+        return self._engine.healthy
 
     def _job(self, request: pb_utils.InferenceRequest, responder: Responder, arrived_ns: int) -> Job:
         from ditpack.engine.job import Job

@@ -62,6 +62,23 @@ def _words(default: str) -> Any:
     return _setting(default, parse, "must not be blank")
 
 
+def _devices() -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        if text == "none":
+            return ()
+        names = [name.strip() for name in text.split(",")]
+        if len(names) < 2:
+            raise ValueError(text)
+        if set(names) == {"cpu"}:
+            return tuple(names)
+        if not all(name.isdecimal() for name in names) or len(set(map(int, names))) < len(names):
+            raise ValueError(text)
+        return tuple(f"cuda:{int(name)}" for name in names)
+
+    allowed = "must be none, two or more different GPU ordinals such as 0,1, or cpu as often as there are to be ranks"
+    return _setting((), parse, allowed)
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareSettings:
     checkpoint: str = _words("auto")
@@ -93,6 +110,11 @@ class DitSettings:
     token_budget: int | None = _number(int, None, 64, 2**22, auto=True)  # None: measured
     waiting_room: int = _number(int, 16, 1, 4096)  # requests
     admission_timeout_s: float = _number(float, 300.0, 0.1, 86400.0)
+    devices: tuple[str, ...] = _devices()  # torch's names; empty: the instance's own
+    parallel: str = _choice("tokens", "rows")
+    sp_padding: str = _choice("segment", "masked", "unmasked")
+    worker_timeout_s: float = _number(float, 60.0, 1.0, 3600.0)
+    lost_workers: str = _choice("restart", "refuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +131,25 @@ class Instance:
 
     model: str
     name: str
-    device: str  # "cpu" or "cuda:<ordinal>"
+    device: str | None  # "cpu" or "cuda:<ordinal>"; None for KIND_MODEL, which sees to its devices itself
     config: Mapping[str, Any]
 
     @classmethod
-    def from_args(cls, args: Mapping[str, str]) -> Instance:
-        """Read ``initialize``'s arguments.
+    def from_args(cls, args: Mapping[str, str], several_devices: bool = False) -> Instance:
+        """Read ``initialize``'s arguments. ``several_devices``: the model can run on more than one.
 
         Raises:
             ParameterError: the instance kind is one this model cannot run on.
         """
         kind = args["model_instance_kind"]
-        if kind not in ("CPU", "GPU"):
+        if kind not in (("CPU", "GPU", "MODEL") if several_devices else ("CPU", "GPU")):
             allowed = "must be KIND_AUTO, KIND_GPU or KIND_CPU"
             raise ParameterError(args["model_name"], "instance_group.kind", f"KIND_{kind}", allowed)
+        gpu = f"cuda:{args['model_instance_device_id']}" if kind == "GPU" else None
         return cls(
             model=args["model_name"],
             name=args["model_instance_name"],
-            device="cpu" if kind == "CPU" else f"cuda:{args['model_instance_device_id']}",
+            device="cpu" if kind == "CPU" else gpu,
             config=json.loads(args["model_config"]),
         )
 
@@ -156,12 +179,20 @@ class Instance:
         """
         import torch
 
+        assert self.device is not None
         device = torch.device(self.device)
         if device.type == "cuda":
             if not torch.cuda.is_available():
                 allowed = "this PyTorch cannot use the GPU; install a CUDA build of torch, or set KIND_CPU"
                 raise ParameterError(self.model, "instance_group.kind", "KIND_GPU", allowed)
             torch.cuda.set_device(device)
-        if dtype == "auto":
-            dtype = "bfloat16" if device.type == "cuda" else "float32"
-        return device, {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+        return device, torch_dtype(dtype, device.type)
+
+
+def torch_dtype(dtype: str, device_type: str) -> torch.dtype:
+    """The setting ``dtype`` on a device of that type. Imports torch."""
+    import torch
+
+    if dtype == "auto":
+        dtype = "bfloat16" if device_type == "cuda" else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
