@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ditpack.models.config_rules import CheckpointError, Config, check_fit
+from ditpack.models.editing import EDITING_FAMILIES, Editing, read_editing
 from ditpack.request import Limits
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
@@ -19,15 +20,17 @@ ENVIRONMENT_VARIABLE = "DITPACK_CHECKPOINT"
 WEIGHTS_VARIABLE = "DITPACK_WEIGHTS"
 WEIGHTS = ("stored", "random")
 
+_QWEN_IMAGE = {
+    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+    "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    "transformer": ("QwenImageTransformer2DModel",),
+    "vae": ("AutoencoderKLQwenImage",),
+}
 # Pipeline class → component folder → the classes that may stand in model_index.json for it.
 FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "QwenImagePipeline": {
-        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-        "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
-        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
-        "transformer": ("QwenImageTransformer2DModel",),
-        "vae": ("AutoencoderKLQwenImage",),
-    },
+    "QwenImagePipeline": _QWEN_IMAGE,
+    **{name: {**_QWEN_IMAGE, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")} for name in EDITING_FAMILIES},
 }
 
 __all__ = [
@@ -45,19 +48,24 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """The sizes in pixels that a checkpoint was made for: its ditpack.json, a file that it need not have."""
+    """The sizes in pixels that a checkpoint was made for: its ditpack.json, a file that it need not have.
+
+    ``condition_side`` and ``reference_side`` are those of ``Editing``; None is what the pipeline has.
+    """
 
     default_width: int = 1024
     default_height: int = 1024
     min_size: int = 64
+    condition_side: int | None = None
+    reference_side: int = 1024
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A directory that was looked through and fits together.
 
-    ``family`` is the pipeline class of its model_index.json; the configs are its json files as they are. ``weights``:
-    whether its models get the stored weights or random ones.
+    ``family`` is the pipeline class of its model_index.json; the configs are its json files as they are. ``editing`` is
+    None when it makes images from text alone. ``weights``: whether its models get the stored weights or random ones.
     """
 
     path: Path
@@ -67,6 +75,7 @@ class Checkpoint:
     vae_config: dict[str, Any]
     text_encoder_config: dict[str, Any]
     settings: GenerationSettings
+    editing: Editing | None
     weights: str = "stored"
 
     @property
@@ -97,6 +106,7 @@ class Checkpoint:
             size_multiple=2 * self.vae_scale_factor,
             min_size=self.settings.min_size,
             max_pixels=max_pixels,
+            max_references=self.editing.max_references if self.editing else 0,
         )
 
 
@@ -142,6 +152,7 @@ def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto")
             find_weights(path / component)
     _check_tokenizer(path / "tokenizer")
 
+    settings = _settings(path / "ditpack.json", size_multiple=2 * 2 ** len(vae["temperal_downsample"]))
     return Checkpoint(
         path=path,
         family=family,
@@ -149,7 +160,8 @@ def open_checkpoint(location: str | Path | None = "auto", weights: str = "auto")
         scheduler_config=scheduler.values,
         vae_config=vae.values,
         text_encoder_config=text_encoder.values,
-        settings=_settings(path / "ditpack.json", size_multiple=2 * 2 ** len(vae["temperal_downsample"])),
+        settings=settings,
+        editing=read_editing(path, family, text_encoder, settings.condition_side, settings.reference_side),
         weights=weights,
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditpack import request
 from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.editing import EDITING_FAMILIES
 from ditpack.request import Resolver
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ class Family:
     vae_decoder: str
 
 
+_QWEN_IMAGE = Family(request.resolve, "ditpack.sampling.qwen_image:load_sampler", "ditpack.models.vae:load_vae_decoder")
 # By what ``Checkpoint.family`` calls them.
 FAMILIES: Mapping[str, Family] = {
-    "QwenImagePipeline": Family(
-        request.resolve, "ditpack.sampling.qwen_image:load_sampler", "ditpack.models.vae:load_vae_decoder"
-    ),
+    "QwenImagePipeline": _QWEN_IMAGE,
+    **dict.fromkeys(EDITING_FAMILIES, _QWEN_IMAGE),
 }
 
 
