@@ -8,15 +8,18 @@ import sys
 from typing import Any
 
 import pytest
-from fake_triton import MODELS, REPOSITORY, read_config, triton_args
+from fake_triton import EDIT_MODELS, MODELS, REPOSITORY, read_config, triton_args
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
 from ditpack.request import FIELDS
 from ditpack.tritonserver import parameters
 from ditpack.tritonserver.parameters import Instance, ParameterError
 
+ENSEMBLES = ("qwen_image", "qwen_image_edit")
 SETTINGS = {
     "prepare": parameters.PrepareSettings,
+    "prepare_edit": parameters.PrepareEditSettings,
+    "vae_encoder": parameters.VaeEncoderSettings,
     "text_encoder": parameters.TextEncoderSettings,
     "dit": parameters.DitSettings,
     "vae_decoder": parameters.VaeDecoderSettings,
@@ -24,16 +27,17 @@ SETTINGS = {
 
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:
-    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*MODELS, "qwen_image"])
-    assert (REPOSITORY / "qwen_image" / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
+    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*SETTINGS, *ENSEMBLES])
+    for ensemble in ENSEMBLES:
+        assert (REPOSITORY / ensemble / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_doors_are_thin(model: str) -> None:
     assert len((REPOSITORY / model / "1" / "model.py").read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_a_door_imports_in_the_stub_that_only_reads_the_config(model: str) -> None:
     """That stub has no TritonError, Tensor, … in pb_utils yet, and importing torch there would cost seconds a model."""
     code = f"""
@@ -50,13 +54,13 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_every_queue_is_bounded_and_nothing_needs_a_gpu(model: str) -> None:
     config = read_config(model)
     assert config.dynamic_batching.default_queue_policy.max_queue_size > 0
     assert config.max_batch_size > 0
     kinds = [ModelInstanceGroup.Kind.Name(group.kind) for group in config.instance_group]
-    assert kinds == ["KIND_CPU" if model == "prepare" else "KIND_AUTO"]
+    assert kinds == ["KIND_CPU" if model.startswith("prepare") else "KIND_AUTO"]
 
 
 def test_dit_has_the_documented_queue_policy() -> None:
@@ -73,12 +77,12 @@ def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight() -> None:
 
 
 def test_variable_shapes_do_not_split_batches() -> None:
-    for model in MODELS:
+    for model in SETTINGS:
         for tensor in read_config(model).input:
             assert tensor.allow_ragged_batch == (-1 in tensor.dims), f"{model}.{tensor.name}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
     kind = SETTINGS[model]
     instance = Instance.from_args(triton_args(model))
@@ -86,9 +90,11 @@ def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: 
     assert instance.settings(kind) == kind()
 
 
-def test_the_ensemble_fits_its_steps() -> None:
+@pytest.mark.parametrize(("name", "models"), [("qwen_image", MODELS), ("qwen_image_edit", EDIT_MODELS)])
+def test_the_ensemble_fits_its_steps(name: str, models: tuple[str, ...]) -> None:
     """Triton's own rules: names exist, types and dims are equal, every tensor has one producer and is used."""
-    ensemble = read_config("qwen_image")
+    ensemble = read_config(name)
+    assert {step.model_name for step in ensemble.ensemble_scheduling.step} == set(models)
     assert ensemble.max_batch_size == 0
     scope: dict[str, tuple[Any, ...]] = {t.name: (t.data_type, *t.dims) for t in ensemble.input}
     optional = {t.name for t in ensemble.input if t.optional}
@@ -97,7 +103,10 @@ def test_the_ensemble_fits_its_steps() -> None:
         model = read_config(step.model_name)
         inputs = {t.name: t for t in model.input}
         outputs = {t.name: t for t in model.output}
-        assert set(step.input_map) == set(inputs), step.model_name
+        assert set(step.input_map) <= set(inputs), step.model_name
+        left_out = set(inputs) - set(step.input_map)  # what only edits have, and they have all of it
+        assert all(inputs[key].optional for key in left_out)
+        assert not left_out or name == "qwen_image"
         for key, value in step.input_map.items():
             assert scope[value] == (inputs[key].data_type, *inputs[key].dims), f"{step.model_name}.{key}"
             assert value not in optional or inputs[key].optional, f"{step.model_name}.{key}"
@@ -119,6 +128,12 @@ def test_the_wire_has_the_resolvers_fields() -> None:
     assert [(t.name, t.data_type, t.optional) for t in read_config("qwen_image").input] == [
         (t.name, t.data_type, t.optional) for t in read_config("prepare").input
     ]
+    for model in ("prepare_edit", "qwen_image_edit"):
+        images, *rest = read_config(model).input
+        assert images.name == "IMAGES"
+        assert [(t.name, t.data_type, t.optional) for t in rest] == [
+            (t.name, t.data_type, t.optional) for t in read_config("prepare").input
+        ]
 
 
 @pytest.mark.parametrize(
