@@ -16,7 +16,6 @@ from diffusers import (
 )
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2TokenizerFast
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from ditpack.models.checkpoint import CheckpointError
 from ditpack.models.tiny_tokenizer import write_tiny_tokenizer
@@ -113,6 +112,8 @@ def write_tiny_checkpoint(
 
 def _make_edit_pipeline(directory: Path, pipeline: str, tokenizer: Any) -> None:
     """Add the processor and name the pipeline. The processor's own class cannot be built without torchvision."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     Qwen2VLImageProcessorPil(min_pixels=28 * 28).save_pretrained(directory / "processor")
     tokenizer.save_pretrained(directory / "processor")
     file = directory / "model_index.json"
