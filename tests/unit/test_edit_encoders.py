@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer
 from edit_tools import Stages, edit_pipeline, picture
 from PIL import Image
+from typer.testing import CliRunner
 
+from ditpack.cli.make_checkpoint import make_checkpoint
 from ditpack.errors import InvalidRequest
 from ditpack.models.checkpoint import CheckpointError, open_checkpoint
-from ditpack.models.prompt import EDIT_DROP
+from ditpack.models.prompt import EDIT_DROP, PromptTokenizer
 from ditpack.models.text_encoder import load_text_encoder
 from ditpack.models.vae_encoder import load_vae_encoder
 from ditpack.models.vision import image_runs, multimodal_positions
@@ -169,11 +174,6 @@ def test_a_text_to_image_checkpoint_leaves_the_vision_tower_in_the_file(tiny_che
 def test_a_checkpoint_that_cannot_show_images_is_refused(
     tiny_edit_checkpoint: Path, tmp_path: Path, file: str, change: dict | None, said: str
 ) -> None:
-    import json
-    import shutil
-
-    from ditpack.models.prompt import PromptTokenizer
-
     copy = shutil.copytree(tiny_edit_checkpoint, tmp_path / "checkpoint")
     if change is None:
         (copy / file).unlink()
@@ -181,3 +181,23 @@ def test_a_checkpoint_that_cannot_show_images_is_refused(
         (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
     with pytest.raises(CheckpointError, match=said):
         PromptTokenizer(open_checkpoint(copy))
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "most", "zero_cond_t"),
+    [
+        ("tiny-edit", "QwenImageEditPipeline", 1, False),
+        ("tiny-edit-2509", "QwenImageEditPlusPipeline", 3, False),
+        ("tiny-edit-2511", "QwenImageEditPlusPipeline", 3, True),
+    ],
+)
+def test_the_command_that_makes_them(preset: str, family: str, most: int, zero_cond_t: bool, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(make_checkpoint)
+    done = CliRunner().invoke(app, [preset, str(tmp_path / "made")])
+    assert done.exit_code == 0, done.output
+    checkpoint = open_checkpoint(tmp_path / "made")
+    assert checkpoint.editing is not None
+    assert (checkpoint.family, checkpoint.editing.max_references) == (family, most)
+    assert checkpoint.transformer_config["zero_cond_t"] is zero_cond_t
+    assert checkpoint.limits(2048 * 2048).max_references == most
