@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Before anything imports a Hugging Face library: tests must not reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,6 +25,32 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
     write_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_edit_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Qwen-Image-Edit: one reference image."""
+    return _tiny_edit(tmp_path_factory, "tiny-edit", pipeline="QwenImageEditPipeline")
+
+
+@pytest.fixture(scope="session")
+def tiny_edit_2509_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Qwen-Image-Edit-2509: up to three reference images."""
+    return _tiny_edit(tmp_path_factory, "tiny-edit-2509", pipeline="QwenImageEditPlusPipeline")
+
+
+@pytest.fixture(scope="session")
+def tiny_edit_2511_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Qwen-Image-Edit-2511: up to three reference images, ``zero_cond_t``."""
+    return _tiny_edit(tmp_path_factory, "tiny-edit-2511", pipeline="QwenImageEditPlusPipeline", zero_cond_t=True)
+
+
+def _tiny_edit(tmp_path_factory: pytest.TempPathFactory, name: str, **options: Any) -> Path:
+    from ditpack.models.tiny import write_tiny_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoints") / name
+    write_tiny_checkpoint(directory, **options)
     return directory
 
 

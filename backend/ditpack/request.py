@@ -32,13 +32,23 @@ DEFAULT_NEGATIVE_PROMPT = " "
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one deployment allows. Sizes are in pixels."""
+    """What one deployment allows. Sizes are in pixels. ``max_references`` 0: the checkpoint cannot edit images."""
 
     default_width: int
     default_height: int
     size_multiple: int = 16
     min_size: int = 64
     max_pixels: int = 2048 * 2048
+    max_references: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An image to edit: its size as the VAE encodes it, in pixels, and what was sent and done to it, for people."""
+
+    width: int
+    height: int
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +74,12 @@ class Request:
             return False
         return time.monotonic_ns() >= self.accepted_ns + self.deadline_ms * 1_000_000
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dataclasses.asdict(self)
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        return json.dumps(self.as_dict(), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,14 @@ class ImageRequest(Request):
     prompt: str
     negative_prompt: str | None
     true_cfg_scale: float
+    references: tuple[Reference, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, ``references`` only where there are any."""
+        values = dataclasses.asdict(self)
+        if not self.references:
+            del values["references"]
+        return values
 
     @property
     def guided(self) -> bool:
@@ -98,15 +120,19 @@ COMMON_FIELDS = (
     "DEADLINE_MS",
 )
 FIELDS = ("PROMPT", "NEGATIVE_PROMPT", "TRUE_CFG_SCALE", *COMMON_FIELDS)
+_REFERENCES = "REFERENCES"  # what became of the wire's IMAGES, in that JSON only
 
 
 def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
     """Validate ``values`` (wire name → scalar, str or UTF-8 bytes; absent or None = not sent) and fill in defaults.
 
+    "REFERENCES" is a list of objects with the fields of ``Reference``. The size that is left out is then that of the
+    last one, as in ``QwenImageEditPlusPipeline``.
+
     Raises:
         InvalidRequest: naming the field, its value and what is allowed.
     """
-    check_known(values, FIELDS)
+    check_known(values, (*FIELDS, _REFERENCES))
     prompt = text(values, "PROMPT", None)
     if prompt is None:
         raise InvalidRequest("PROMPT", None, "is required")
@@ -118,10 +144,15 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
         raise InvalidRequest("TRUE_CFG_SCALE", scale, "must be a finite number of at least 1 (1 turns guidance off)")
     negative = text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
 
+    references = _references(values.get(_REFERENCES), limits)
+    if references:
+        last = references[-1]
+        limits = dataclasses.replace(limits, default_width=last.width, default_height=last.height)
     return ImageRequest(
         prompt=prompt,
         negative_prompt=negative if scale > 1 else None,
         true_cfg_scale=scale,
+        references=references,
         **resolve_common(values, limits),
     )
 
@@ -221,6 +252,24 @@ def _size(values: Mapping[str, Any], field: str, default: int, limits: Limits) -
     if value % limits.size_multiple:
         raise InvalidRequest(field, value, f"must be a multiple of {limits.size_multiple}; sizes are never rounded")
     return value
+
+
+def _references(value: Any, limits: Limits) -> tuple[Reference, ...]:
+    if not value:
+        return ()
+    if limits.max_references == 0:
+        raise InvalidRequest(_REFERENCES, value, "this checkpoint cannot edit images")
+    if not isinstance(value, list) or len(value) > limits.max_references:
+        raise InvalidRequest(_REFERENCES, value, f"must be a list of 1 … {limits.max_references} images")
+    references = []
+    for entry in value:
+        if not isinstance(entry, dict) or set(entry) != set(Reference.__slots__) or type(entry["source"]) is not str:
+            raise InvalidRequest(_REFERENCES, entry, "must have width, height and source")
+        width, height = (_integer(entry, side, 0, limits.size_multiple, MAX_SIDE) for side in ("width", "height"))
+        if width % limits.size_multiple or height % limits.size_multiple:
+            raise InvalidRequest(_REFERENCES, entry, f"sizes must be multiples of {limits.size_multiple}")
+        references.append(Reference(width, height, entry["source"]))
+    return tuple(references)
 
 
 def _choice(values: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> str:

@@ -3,6 +3,6 @@
 from ditpack_client.client import AsyncClient, Client
 from ditpack_client.errors import GenerationError
 from ditpack_client.result import ImageResult
-from ditpack_client.wire import ImageRequest
+from ditpack_client.wire import EditRequest, ImageRequest
 
-__all__ = ["AsyncClient", "Client", "GenerationError", "ImageRequest", "ImageResult"]
+__all__ = ["AsyncClient", "Client", "EditRequest", "GenerationError", "ImageRequest", "ImageResult"]

@@ -1,4 +1,4 @@
-"""``ditpack generate``: prompts in, files out."""
+"""``ditpack generate`` and ``ditpack edit``: prompts, or images and prompts, in; files out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ditpack_client.errors import GenerationError
 from ditpack_client.naming import Naming
 from ditpack_client.progress import Board, milliseconds
 from ditpack_client.result import ImageResult
-from ditpack_client.wire import ImageRequest
+from ditpack_client.wire import EditRequest, ImageRequest, image_bytes
 
 
 class ProtocolName(StrEnum):
@@ -33,50 +33,102 @@ class FileFormat(StrEnum):
     webp = "webp"
 
 
+Prompts = Annotated[
+    list[str], typer.Argument(help="What to paint; several prompts are sent at once.", show_default=False)
+]
+Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, multiples of 16, such as 96x64.")]
+Seed = Annotated[int | None, typer.Option(help="The first image's seed; drawn by the server when left out.")]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
+Cfg = Annotated[float | None, typer.Option(help="true_cfg_scale: how closely to follow the prompt; 1 = no guidance.")]
+Negative = Annotated[str | None, typer.Option(help="What to keep out of the image.")]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="A file, a directory, or a pattern with {index}, {prompt}, {seed}. "
+        "Several images for one plain file name are numbered. The default is PROMPT-SEED.png.",
+        show_default=False,
+    ),
+]
+Count = Annotated[int, typer.Option(min=1, max=1000, help="Images a prompt, with the seeds SEED, SEED+1, …")]
+Server = Annotated[str, typer.Option(envvar="DITPACK_SERVER", help="Address, such as host:8000 or grpc://host:8001.")]
+Carrier = Annotated[ProtocolName | None, typer.Option(help="Needed only where --server does not say; otherwise http.")]
+Format = Annotated[
+    FileFormat | None,
+    typer.Option(help="File format; otherwise that of the output's name, or png. Only png files keep the settings."),
+]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each image, the server's queue included.")]
+Metadata = Annotated[
+    bool,
+    typer.Option(help="Keep prompt, size, steps, guidance and seed in PNG files, as the text chunk 'parameters'."),
+]
+
+
 def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(help="What to paint; several prompts are sent at once.", show_default=False)
-    ],
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels, multiples of 16, such as 96x64.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The first image's seed; drawn by the server when left out.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    cfg: Annotated[
-        float | None, typer.Option(help="true_cfg_scale: how closely to follow the prompt; 1 = no guidance.")
-    ] = None,
-    negative: Annotated[str | None, typer.Option(help="What to keep out of the image.")] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="A file, a directory, or a pattern with {index}, {prompt}, {seed}. "
-            "Several images for one plain file name are numbered. The default is PROMPT-SEED.png.",
-            show_default=False,
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Images a prompt, with the seeds SEED, SEED+1, …")] = 1,
-    server: Annotated[
-        str, typer.Option(envvar="DITPACK_SERVER", help="Address, such as host:8000 or grpc://host:8001.")
-    ] = "localhost:8000",
-    protocol: Annotated[
-        ProtocolName | None, typer.Option(help="Needed only where --server does not say; otherwise http.")
-    ] = None,
-    format: Annotated[
-        FileFormat | None,
-        typer.Option(
-            help="File format; otherwise that of the output's name, or png. Only png files keep the settings."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to wait for each image, the server's queue included.")
-    ] = DEFAULT_TIMEOUT,
-    metadata: Annotated[
-        bool,
-        typer.Option(help="Keep prompt, size, steps, guidance and seed in PNG files, as the text chunk 'parameters'."),
-    ] = True,
+    prompts: Prompts,
+    size: Size = None,
+    seed: Seed = None,
+    steps: Steps = None,
+    cfg: Cfg = None,
+    negative: Negative = None,
+    output: Output = None,
+    count: Count = 1,
+    server: Server = "localhost:8000",
+    protocol: Carrier = None,
+    format: Format = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    metadata: Metadata = True,
 ) -> None:
     """Ask a ditpack server for images and write them to files."""
     requests = _requests(prompts, size, seed, steps, cfg, negative, count)
+    _ask(requests, output, server, protocol, format, timeout, metadata)
+
+
+def edit(
+    image: Annotated[Path, typer.Argument(help="The image to edit: PNG, JPEG or WebP.", show_default=False)],
+    prompts: Annotated[
+        list[str], typer.Argument(help="What to do to it; several prompts are sent at once.", show_default=False)
+    ],
+    more: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", help="A second and a third image, where the checkpoint takes them.", show_default=False
+        ),
+    ] = None,
+    size: Size = None,
+    seed: Seed = None,
+    steps: Steps = None,
+    cfg: Cfg = None,
+    negative: Negative = None,
+    output: Output = None,
+    count: Count = 1,
+    server: Server = "localhost:8000",
+    protocol: Carrier = None,
+    format: Format = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    metadata: Metadata = True,
+) -> None:
+    """Ask a ditpack server to edit images and write what it makes to files. The size is that of the last image."""
+    try:
+        images = [image_bytes(path) for path in (image, *(more or []))]
+    except GenerationError as error:
+        raise typer.BadParameter(error.message) from None
+    requests: list[ImageRequest] = [
+        EditRequest(images=images, **request) for request in _requests(prompts, size, seed, steps, cfg, negative, count)
+    ]
+    _ask(requests, output, server, protocol, format, timeout, metadata)
+
+
+def _ask(
+    requests: list[ImageRequest],
+    output: str | None,
+    server: str,
+    protocol: ProtocolName | None,
+    format: FileFormat | None,
+    timeout: float,
+    metadata: bool,
+) -> None:
     try:
         naming = Naming(output, format and format.value, len(requests))
         client = AsyncClient(server, cast(Protocol | None, protocol and protocol.value))

@@ -1,9 +1,9 @@
-"""``Client`` and ``AsyncClient``: a prompt in, a picture out."""
+"""``Client`` and ``AsyncClient``: a prompt in, or images and a prompt, a picture out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Self, Unpack
@@ -17,21 +17,29 @@ from ditpack_client.transport import AsyncGrpcTransport, AsyncHttpTransport, Grp
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_CONCURRENCY = 16
 MODEL = "qwen_image"
+EDIT_MODEL = "qwen_image_edit"
 
 
 class Client:
     """Asks one server for images. May be used by several threads at once.
 
     ``url`` is "localhost:8000", "http://host:8000", "https://host", "grpc://host:8001" or "grpcs://host"; without a
-    scheme ``protocol`` decides ("http" when it is None too).
+    scheme ``protocol`` decides ("http" when it is None too). ``model`` makes images from text, ``edit_model`` edits.
 
     Raises:
         ValueError: when ``url`` is no address or contradicts ``protocol``.
     """
 
-    def __init__(self, url: str = "localhost:8000", protocol: Protocol | None = None, *, model: str = MODEL) -> None:
+    def __init__(
+        self,
+        url: str = "localhost:8000",
+        protocol: Protocol | None = None,
+        *,
+        model: str = MODEL,
+        edit_model: str = EDIT_MODEL,
+    ) -> None:
         self.address = parse_address(url, protocol)
-        self.model = model
+        self.model, self.edit_model = model, edit_model
         self._transport: HttpTransport | GrpcTransport = (
             HttpTransport(self.address) if self.address.protocol == "http" else GrpcTransport(self.address)
         )
@@ -57,6 +65,28 @@ class Client:
         request: wire.ImageRequest = {"prompt": prompt, **settings}
         return self._send(request, timeout)
 
+    def edit(
+        self,
+        prompt: str,
+        images: wire.ImageSource | Sequence[wire.ImageSource],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        **settings: Unpack[wire.Settings],
+    ) -> ImageResult:
+        """Make one image from one or, where the served checkpoint takes so many, up to three others.
+
+        Args:
+            prompt: what to do to them.
+            images: encoded images (PNG, JPEG or WebP), names of such files, or PIL images.
+            timeout, **settings: as for ``generate``. Without ``width`` and ``height`` the result has the aspect of the
+                last image.
+
+        Raises:
+            GenerationError, TypeError, ValueError: as ``generate``; NOT_FOUND when the served checkpoint cannot edit.
+        """
+        request: wire.EditRequest = {"prompt": prompt, "images": _images(images), **settings}
+        return self._send(request, timeout)
+
     def generate_many(
         self,
         requests: Iterable[wire.ImageRequest],
@@ -64,7 +94,7 @@ class Client:
         concurrency: int = DEFAULT_CONCURRENCY,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> Iterator[tuple[int, ImageResult | GenerationError]]:
-        """Make many images, up to ``concurrency`` at a time, and yield each as it ends.
+        """Make many images, up to ``concurrency`` at a time, and yield each as it ends. Those with images are edits.
 
         Yields (position in ``requests``, result or error); one failure does not stop the others. ``timeout`` is for
         each. Leaving the loop early drops what was not sent yet.
@@ -89,10 +119,11 @@ class Client:
 
     def _send(self, request: wire.ImageRequest, timeout: float) -> ImageResult:
         _check_timeout(timeout)
+        model = self.edit_model if "images" in request else self.model
         inputs, outputs = wire.encode(self._transport.protocol, request)
         with plain_errors(self.address.server, timeout):
-            tensors = self._transport.infer(self.model, inputs, outputs, timeout)
-        return wire.decode(tensors, request, self.model)
+            tensors = self._transport.infer(model, inputs, outputs, timeout)
+        return wire.decode(tensors, request, model)
 
     def __enter__(self) -> Self:
         return self
@@ -106,9 +137,16 @@ class Client:
 class AsyncClient:
     """``Client`` for asyncio. Belongs to the event loop it is first used in; cancelling a call drops its connection."""
 
-    def __init__(self, url: str = "localhost:8000", protocol: Protocol | None = None, *, model: str = MODEL) -> None:
+    def __init__(
+        self,
+        url: str = "localhost:8000",
+        protocol: Protocol | None = None,
+        *,
+        model: str = MODEL,
+        edit_model: str = EDIT_MODEL,
+    ) -> None:
         self.address = parse_address(url, protocol)
-        self.model = model
+        self.model, self.edit_model = model, edit_model
         self._opened: AsyncHttpTransport | AsyncGrpcTransport | None = None
 
     async def generate(
@@ -116,6 +154,18 @@ class AsyncClient:
     ) -> ImageResult:
         """As ``Client.generate``."""
         request: wire.ImageRequest = {"prompt": prompt, **settings}
+        return await self._send(request, timeout)
+
+    async def edit(
+        self,
+        prompt: str,
+        images: wire.ImageSource | Sequence[wire.ImageSource],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        **settings: Unpack[wire.Settings],
+    ) -> ImageResult:
+        """As ``Client.edit``."""
+        request: wire.EditRequest = {"prompt": prompt, "images": _images(images), **settings}
         return await self._send(request, timeout)
 
     async def generate_many(
@@ -152,10 +202,11 @@ class AsyncClient:
     async def _send(self, request: wire.ImageRequest, timeout: float) -> ImageResult:
         _check_timeout(timeout)
         transport = self._transport()
+        model = self.edit_model if "images" in request else self.model
         inputs, outputs = wire.encode(transport.protocol, request)
         with plain_errors(self.address.server, timeout):
-            tensors = await transport.infer(self.model, inputs, outputs, timeout)
-        return wire.decode(tensors, request, self.model)
+            tensors = await transport.infer(model, inputs, outputs, timeout)
+        return wire.decode(tensors, request, model)
 
     def _transport(self) -> AsyncHttpTransport | AsyncGrpcTransport:
         if self._opened is None:  # aiohttp and grpc.aio want to be made inside the running loop
@@ -170,6 +221,10 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _images(images: wire.ImageSource | Sequence[wire.ImageSource]) -> Sequence[wire.ImageSource]:
+    return [images] if isinstance(images, wire.ImageSource) else images
 
 
 def _check_timeout(timeout: float) -> None:

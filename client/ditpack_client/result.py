@@ -71,6 +71,7 @@ class ImageResult:
         request = self.info.get("request", {})
         return {
             "prompt": request.get("prompt"),
+            **({"references": request["references"]} if request.get("references") else {}),
             "negative_prompt": request.get("negative_prompt"),
             "size": f"{self.image.width}x{self.image.height}",
             "num_inference_steps": request.get("num_inference_steps"),

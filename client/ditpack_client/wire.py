@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Required, TypedDict
 
@@ -14,6 +15,8 @@ from PIL import Image
 
 from ditpack_client.errors import GenerationError
 from ditpack_client.result import ImageResult
+
+ImageSource = bytes | str | Path | Image.Image  # an encoded image, the name of its file, or a PIL image
 
 
 class Settings(TypedDict, total=False):
@@ -35,6 +38,12 @@ class ImageRequest(Settings, total=False):
     prompt: Required[str]
 
 
+class EditRequest(ImageRequest, total=False):
+    """The same with the images to edit; ``generate_many`` takes both."""
+
+    images: Required[Sequence[ImageSource]]
+
+
 class Tensors(Protocol):
     """The answer of any of tritonclient's clients."""
 
@@ -42,6 +51,7 @@ class Tensors(Protocol):
 
 
 _INPUTS = {
+    "images": ("IMAGES", "BYTES"),
     "prompt": ("PROMPT", "BYTES"),
     "negative_prompt": ("NEGATIVE_PROMPT", "BYTES"),
     "width": ("WIDTH", "INT32"),
@@ -55,11 +65,11 @@ _INPUTS = {
 
 
 def input_tensors(request: ImageRequest) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
-    """Wire name → (Triton data type, array of shape [1]) for every setting that is given.
+    """Wire name → (Triton data type, array of shape [1], of [n] for images) for every setting that is given.
 
     Raises:
         TypeError: for a setting that does not exist.
-        GenerationError: INVALID_ARG for a value that its data type cannot hold.
+        GenerationError: INVALID_ARG for a value that its data type cannot hold, or a file that cannot be read.
     """
     given: Mapping[str, Any] = request
     unknown = sorted(set(given) - set(_INPUTS))
@@ -73,6 +83,8 @@ def input_tensors(request: ImageRequest) -> dict[str, tuple[str, np.ndarray[Any,
 
 
 def _array(name: str, datatype: str, value: Any) -> np.ndarray[Any, Any]:
+    if name == "IMAGES":
+        return np.array([*map(image_bytes, value), None], dtype=np.object_)[:-1]  # 1-D, whatever the bytes are
     try:
         if datatype == "BYTES":
             return np.array([value.encode("utf-8")], dtype=np.object_)
@@ -85,6 +97,24 @@ def _array(name: str, datatype: str, value: Any) -> np.ndarray[Any, Any]:
     except (AttributeError, TypeError, ValueError, OverflowError):
         kind = "text" if datatype == "BYTES" else datatype
         raise GenerationError("INVALID_ARG", f"{name} = {str(value)[:60]!r}: is not {kind}") from None
+
+
+def image_bytes(source: ImageSource) -> bytes:
+    """``source`` as an image file's bytes. A PIL image becomes a PNG.
+
+    Raises:
+        GenerationError: INVALID_ARG when the file cannot be read.
+    """
+    if isinstance(source, Image.Image):
+        buffer = io.BytesIO()
+        source.save(buffer, format="PNG")
+        return buffer.getvalue()
+    if isinstance(source, bytes):
+        return source
+    try:
+        return Path(source).read_bytes()
+    except OSError as error:
+        raise GenerationError("INVALID_ARG", f"IMAGES: cannot read {source}: {error.strerror or error}") from None
 
 
 def encode(protocol: ModuleType, request: ImageRequest) -> tuple[list[Any], list[Any]]:

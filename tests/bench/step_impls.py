@@ -16,7 +16,6 @@ from torch import Tensor
 from ditpack.models.qwen_image import QwenImageTransformer, stored_name
 from ditpack.models.weights import Part
 from ditpack.request import ImageRequest
-from ditpack.sampling.guidance import true_cfg
 from ditpack.sampling.qwen_image import Conditioning, QwenImageSampler
 
 TEXT_TOKENS = 40
@@ -165,14 +164,7 @@ def ditpack(sampler: QwenImageSampler, cases: list[Case]) -> Callable[[], list[T
     @torch.inference_mode()
     def step() -> list[Tensor]:
         pack.next = 0
-        total, guided = len(pack.latents), pack.guided_tokens
-        image = pack.latents.to(sampler.dtype)
-        inputs = (torch.cat((image, image[:guided], pack.tail)), pack.modulation_slots[0])
-        velocity = sampler.graphs.run(pack.bucket, inputs, (pack.text, pack.layout, pack.rotary), owner=pack).float()
-        if guided:
-            combined = true_cfg(velocity[:guided], velocity[total : total + guided], pack.scales)
-            velocity = torch.cat((combined, velocity[guided:total]))
-        return list(velocity[:total].split([len(member.latents) for member in pack.members]))
+        return list(sampler.velocity(pack).split([len(member.latents) for member in pack.members]))
 
     return step
 

@@ -13,6 +13,7 @@ from server_tools import Caller, serving
 from ditpack.tritonserver.launch import TritonServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,13 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield started
     left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
     assert not left, f"threads {left} outlived the server's clients"
+
+
+@pytest.fixture(scope="session")
+def edit_server(tiny_edit_2509_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """One with a checkpoint that edits; shared and idle likewise."""
+    with serving(tiny_edit_2509_checkpoint, tmp_path_factory.mktemp("edit-server") / "tritonserver.log") as started:
+        yield started
 
 
 @pytest.fixture(params=["http", "grpc"])

@@ -15,7 +15,7 @@ from ditpack.tritonserver.launch import TritonServer
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
-INPUTS = Path(__file__).with_name("perf_mixed.json")
+MIXED, EDITS = (Path(__file__).with_name(name) for name in ("perf_mixed.json", "perf_edit.json"))
 REQUESTS = 24
 
 
@@ -31,12 +31,23 @@ def perf_analyzer() -> PerfAnalyzer:
 def test_mixed_sizes_from_a_file(
     server: TritonServer, perf_analyzer: PerfAnalyzer, protocol: str, tmp_path: Path
 ) -> None:
+    measure(server, perf_analyzer, protocol, "qwen_image", MIXED, tmp_path)
+
+
+def test_edits_from_a_file(edit_server: TritonServer, perf_analyzer: PerfAnalyzer, tmp_path: Path) -> None:
+    """Two small images, as base64, alone and together."""
+    measure(edit_server, perf_analyzer, "http", "qwen_image_edit", EDITS, tmp_path)
+
+
+def measure(
+    server: TritonServer, perf_analyzer: PerfAnalyzer, protocol: str, model: str, inputs: Path, directory: Path
+) -> None:
     address = server.http_url.removeprefix("http://") if protocol == "http" else server.grpc_url
     shared = metric(server, "ditpack_shared_steps_total")
-    export = tmp_path / "profile.json"  # holds the answers as text, so the inputs ask for base64
+    export = directory / "profile.json"  # holds the answers as text, so the inputs ask for base64
     done = perf_analyzer.run(
-        *("-m", "qwen_image", "-u", address, "-i", protocol),
-        *("--input-data", str(INPUTS), "--concurrency-range", "4", "--request-count", str(REQUESTS)),
+        *("-m", model, "-u", address, "-i", protocol),
+        *("--input-data", str(inputs), "--concurrency-range", "4", "--request-count", str(REQUESTS)),
         *("--profile-export-file", str(export)),
         timeout=120,
     )
@@ -44,7 +55,9 @@ def test_mixed_sizes_from_a_file(
     throughput = re.search(r"Throughput: ([\d.]+) infer/sec", done.stdout)
     assert throughput is not None, done.stdout
     assert float(throughput[1]) > 0
-    requests = json.loads(export.read_text())["experiments"][0]["requests"]
+    # Of an input with two strings it writes the second one's length as it is.
+    profile = json.loads(export.read_text("utf-8", "replace"), strict=False)
+    requests = profile["experiments"][0]["requests"]
     assert len(requests) >= REQUESTS
     assert all(request["response_timestamps"] for request in requests)
     assert metric(server, "ditpack_shared_steps_total") > shared, "four at a time, and no step was shared"

@@ -23,6 +23,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
 
 SLOW_S = 0.6
+MODELS = ("qwen_image", "qwen_image_edit")
 _STATUS = {"INVALID_ARG": (400, grpc.StatusCode.INVALID_ARGUMENT), "UNAVAILABLE": (503, grpc.StatusCode.UNAVAILABLE)}
 
 
@@ -37,20 +38,23 @@ class Painter:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, tuple[str, tuple[int, ...], Any]]] = []
+        self.models: list[str] = []
         self.outputs: list[list[str]] = []
         self.at_once = self._active = 0
         self._lock = threading.Lock()
 
     def answer(
-        self, inputs: dict[str, tuple[str, np.ndarray]], outputs: list[str]
+        self, model: str, inputs: dict[str, tuple[str, np.ndarray]], outputs: list[str]
     ) -> dict[str, tuple[str, np.ndarray]]:
+        given = {name: array.tolist() if name == "IMAGES" else array.item() for name, (_, array) in inputs.items()}
         with self._lock:
-            self.requests.append({name: (kind, array.shape, array.item()) for name, (kind, array) in inputs.items()})
+            self.models.append(model)
+            self.requests.append({name: (kind, array.shape, given[name]) for name, (kind, array) in inputs.items()})
             self.outputs.append(outputs)
             self._active += 1
             self.at_once = max(self.at_once, self._active)
         try:
-            return self._paint({name: array.item() for name, (_, array) in inputs.items()})
+            return self._paint(given)
         finally:
             with self._lock:
                 self._active -= 1
@@ -106,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path != "/v2/models/qwen_image/infer":
+        model = self.path.removeprefix("/v2/models/").removesuffix("/infer")
+        if model not in MODELS:
             self._send(404, json.dumps({"error": f"Request for unknown model: {self.path} is not found"}).encode())
             return
         header = int(self.headers["Inference-Header-Content-Length"])
@@ -120,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[size:]
         wanted = [tensor["name"] for tensor in request["outputs"]]
         try:
-            answer = self.painter.answer(inputs, wanted)
+            answer = self.painter.answer(model, inputs, wanted)
         except Refusal as refusal:
             self._send(refusal.http, json.dumps({"error": str(refusal)}).encode())
             return
@@ -167,7 +172,7 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         }
         wanted = [tensor.name for tensor in request.outputs]
         try:
-            answer = self._painter.answer(inputs, wanted)
+            answer = self._painter.answer(request.model_name, inputs, wanted)
         except Refusal as refusal:
             context.abort(refusal.grpc, str(refusal))
         response = service_pb2.ModelInferResponse(model_name="qwen_image")

@@ -22,8 +22,9 @@ from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
-MODELS = ("prepare", "text_encoder", "dit", "vae_decoder")
-MAMMOTH_MODELS = ("mammoth_prepare", "mammoth_dit", "mammoth_vae_decoder")
+MODELS = ("prepare", "text_encoder", "dit", "vae_decoder")  # of qwen_image
+EDIT_MODELS = ("prepare_edit", "text_encoder", "vae_encoder", "dit", "vae_decoder")  # of qwen_image_edit
+MAMMOTH_MODELS = ("mammoth_prepare", "mammoth_dit", "mammoth_vae_decoder")  # of mammoth_moda2
 WAIT_S = 60.0
 
 

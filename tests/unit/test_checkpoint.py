@@ -104,7 +104,7 @@ def test_the_older_flat_text_encoder_config(copy: Path) -> None:
         (TRANSFORMER, {"axes_dims_rope": [8, 8]}, ["axes_dims_rope", "3 entries, has 2"]),
         (TRANSFORMER, {"patch_size": 1}, ["patch_size = 1", "must be 2"]),
         (TRANSFORMER, {"guidance_embeds": True}, ["guidance_embeds = True", "must be false"]),
-        (TRANSFORMER, {"zero_cond_t": True}, ["zero_cond_t = True"]),
+        (TRANSFORMER, {"zero_cond_t": 1}, ["zero_cond_t = 1", "false or true"]),
         (TRANSFORMER, {"use_additional_t_cond": True}, ["use_additional_t_cond = True"]),
         (TRANSFORMER, {"use_layer3d_rope": True}, ["use_layer3d_rope = True"]),
         (TRANSFORMER, {"num_layers": 0}, ["num_layers = 0", "positive integer"]),

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from fake_triton import MAMMOTH_MODELS, MODELS, REPOSITORY, read_config, triton_args
+from fake_triton import EDIT_MODELS, MAMMOTH_MODELS, MODELS, REPOSITORY, read_config, triton_args
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
 from ditpack import request
@@ -17,8 +17,11 @@ from ditpack.models.families import FAMILIES
 from ditpack.tritonserver import parameters
 from ditpack.tritonserver.parameters import Instance, ParameterError
 
+ENSEMBLES = {"qwen_image": MODELS, "qwen_image_edit": EDIT_MODELS, "mammoth_moda2": MAMMOTH_MODELS}
 SETTINGS = {
     "prepare": parameters.PrepareSettings,
+    "prepare_edit": parameters.PrepareEditSettings,
+    "vae_encoder": parameters.VaeEncoderSettings,
     "text_encoder": parameters.TextEncoderSettings,
     "dit": parameters.DitSettings,
     "vae_decoder": parameters.VaeDecoderSettings,
@@ -26,22 +29,23 @@ SETTINGS = {
     "mammoth_dit": parameters.DitSettings,
     "mammoth_vae_decoder": parameters.VaeDecoderSettings,
 }
-ALL = (*MODELS, *MAMMOTH_MODELS)
-ENSEMBLES = ("qwen_image", "mammoth_moda2")
+
+# What a family that runs on one device has no use for.
+ONE_DEVICE = {"devices", "parallel", "sp_padding", "worker_timeout_s", "lost_workers"}
 
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:
-    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*ALL, *ENSEMBLES])
+    assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*SETTINGS, *ENSEMBLES])
     for ensemble in ENSEMBLES:
         assert (REPOSITORY / ensemble / "1" / ".gitkeep").exists(), "git drops empty directories, Triton needs 1/"
 
 
-@pytest.mark.parametrize("model", ALL)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_doors_are_thin(model: str) -> None:
     assert len((REPOSITORY / model / "1" / "model.py").read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("model", ALL)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_a_door_imports_in_the_stub_that_only_reads_the_config(model: str) -> None:
     """That stub has no TritonError, Tensor, … in pb_utils yet, and importing torch there would cost seconds a model."""
     code = f"""
@@ -58,13 +62,13 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("model", ALL)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_every_queue_is_bounded_and_nothing_needs_a_gpu(model: str) -> None:
     config = read_config(model)
     assert config.dynamic_batching.default_queue_policy.max_queue_size > 0
     assert config.max_batch_size > 0
     kinds = [ModelInstanceGroup.Kind.Name(group.kind) for group in config.instance_group]
-    assert kinds == ["KIND_CPU" if model.endswith("prepare") else "KIND_AUTO"]
+    assert kinds == ["KIND_CPU" if "prepare" in model else "KIND_AUTO"]
 
 
 @pytest.mark.parametrize("dit", ["dit", "mammoth_dit"])
@@ -83,23 +87,25 @@ def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight(prefix: str) -> N
 
 
 def test_variable_shapes_do_not_split_batches() -> None:
-    for model in ALL:
+    for model in SETTINGS:
         for tensor in read_config(model).input:
             assert tensor.allow_ragged_batch == (-1 in tensor.dims), f"{model}.{tensor.name}"
 
 
-@pytest.mark.parametrize("model", ALL)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
     kind = SETTINGS[model]
     instance = Instance.from_args(triton_args(model))
-    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)}
+    left_out = ONE_DEVICE if model == "mammoth_dit" else set()
+    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)} - left_out
     assert instance.settings(kind) == kind()
 
 
-@pytest.mark.parametrize("name", ENSEMBLES)
-def test_the_ensemble_fits_its_steps(name: str) -> None:
+@pytest.mark.parametrize(("name", "models"), ENSEMBLES.items())
+def test_the_ensemble_fits_its_steps(name: str, models: tuple[str, ...]) -> None:
     """Triton's own rules: names exist, types and dims are equal, every tensor has one producer and is used."""
     ensemble = read_config(name)
+    assert {step.model_name for step in ensemble.ensemble_scheduling.step} == set(models)
     assert ensemble.max_batch_size == 0
     scope: dict[str, tuple[Any, ...]] = {t.name: (t.data_type, *t.dims) for t in ensemble.input}
     optional = {t.name for t in ensemble.input if t.optional}
@@ -108,7 +114,10 @@ def test_the_ensemble_fits_its_steps(name: str) -> None:
         model = read_config(step.model_name)
         inputs = {t.name: t for t in model.input}
         outputs = {t.name: t for t in model.output}
-        assert set(step.input_map) == set(inputs), step.model_name
+        assert set(step.input_map) <= set(inputs), step.model_name
+        left_out = set(inputs) - set(step.input_map)  # what only edits have, and they have all of it
+        assert all(inputs[key].optional for key in left_out)
+        assert not left_out or name == "qwen_image"
         for key, value in step.input_map.items():
             assert scope[value] == (inputs[key].data_type, *inputs[key].dims), f"{step.model_name}.{key}"
             assert value not in optional or inputs[key].optional, f"{step.model_name}.{key}"
@@ -139,10 +148,19 @@ def test_the_wire_has_the_resolvers_fields(ensemble: str, prepare: str, fields: 
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_an_ensemble(family: str) -> None:
-    served = [read_config(ensemble).parameters["family"].string_value for ensemble in ENSEMBLES]
-    assert served.count(family) == 1
+def test_an_edit_has_the_same_fields_behind_its_images() -> None:
+    for model in ("prepare_edit", "qwen_image_edit"):
+        images, *rest = read_config(model).input
+        assert images.name == "IMAGES"
+        assert [(t.name, t.data_type, t.optional) for t in rest] == [
+            (t.name, t.data_type, t.optional) for t in read_config("prepare").input
+        ]
+
+
+def test_every_family_has_an_ensemble_and_every_ensemble_a_family() -> None:
+    served = [read_config(ensemble).parameters["family"].string_value.split() for ensemble in ENSEMBLES]
+    assert all(served)
+    assert {family for families in served for family in families} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from ditpack.models.checkpoint import open_checkpoint
+from ditpack.models.editing import EDITING_FAMILIES
 from ditpack.tritonserver.launch import ServeError, TritonServer, find, interpreter, keeper, repository
 from ditpack.tritonserver.launch.find import Installation, find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
@@ -242,7 +243,7 @@ class TestRepository:
         root = a_repository(tmp_path)
         for ensemble, family, steps in [
             ("apples", "Apple", ("peel", "cook")),
-            ("pears", "Pear", ("halve", "cook")),
+            ("pears", "Pear Quince", ("halve", "cook")),
             ("any", "", ("halve",)),
         ]:
             (root / ensemble).mkdir()
@@ -255,7 +256,8 @@ class TestRepository:
         (root / "broken").mkdir()
         (root / "broken" / "config.pbtxt").write_text("max_batch: [")  # Triton's to report
         assert models_for(root, "Apple") == ["any", "apples", "broken", "cook", "double", "halve", "peel"]
-        assert models_for(root, "Pear") == ["any", "broken", "cook", "double", "halve", "pears"]
+        for family in ("Pear", "Quince"):
+            assert models_for(root, family) == ["any", "broken", "cook", "double", "halve", "pears"]
         assert models_for(root, "Plum") == ["any", "broken", "double", "halve"]
 
     def test_no_model_for_the_family(self, tmp_path: Path) -> None:
@@ -267,6 +269,9 @@ class TestRepository:
     def test_ours(self) -> None:
         ours = ["dit", "prepare", "qwen_image", "text_encoder", "vae_decoder"]
         assert models_for(find_repository(None), "QwenImagePipeline") == ours
+        edits = sorted([*ours, "prepare_edit", "qwen_image_edit", "vae_encoder"])
+        for family in EDITING_FAMILIES:
+            assert models_for(find_repository(None), family) == edits
         mammoth = ["mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
         assert models_for(find_repository(None), "mammothmoda2") == mammoth
 

@@ -52,9 +52,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes.close()
 
 
-def model(fp8: bool = False) -> QwenImageTransformer:
+def model(fp8: bool = False, zero_cond_t: bool = False) -> QwenImageTransformer:
     generator = torch.Generator().manual_seed(0)
-    transformer = QwenImageTransformer(CONFIG, SDPA.load()).requires_grad_(False)
+    config = dataclasses.replace(CONFIG, zero_cond_t=zero_cond_t)
+    transformer = QwenImageTransformer(config, SDPA.load()).requires_grad_(False)
     for parameter in transformer.parameters():
         scale = 0.3 if parameter.dim() == 1 else 0.7 * parameter.shape[-1] ** -0.5
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
@@ -67,18 +68,27 @@ def model(fp8: bool = False) -> QwenImageTransformer:
 def forward(transformer: QwenImageTransformer, rows: list[Row], poisoned: int | None = None) -> Tensor:
     """The velocity of random inputs; row ``poisoned`` is full of NaN."""
     generator = torch.Generator().manual_seed(1)
-    layout = build_layout(rows, CPU)
+    zero = [0.0] if transformer.config.zero_cond_t else []
+    layout = build_layout(rows, CPU, split_references=bool(zero))
     image = torch.randn(sum(layout.image.lengths), CONFIG.in_channels, generator=generator)
     text = torch.randn(sum(layout.text.lengths), CONFIG.joint_attention_dim, generator=generator)
     if poisoned is not None:
         image[layout.image.rows == poisoned] = torch.nan
-    modulation = transformer.modulation(torch.rand(len(rows), generator=generator))
+    table = transformer.modulation(torch.tensor([*torch.rand(len(rows), generator=generator).tolist(), *zero]))
+    modulation = table.rows(torch.arange(len(rows)), torch.tensor([len(rows)]) if zero else None)
     return transformer(image, text, modulation, layout, transformer.rotary(layout))
 
 
-def sharded(degree: int, rows: list[Row], mode: str, fp8: bool = False, poisoned: int | None = None) -> Tensor:
+def sharded(
+    degree: int,
+    rows: list[Row],
+    mode: str,
+    fp8: bool = False,
+    poisoned: int | None = None,
+    zero_cond_t: bool = False,
+) -> Tensor:
     """In a rank: the same over the first ``degree`` ranks."""
-    transformer = model(fp8)
+    transformer = model(fp8, zero_cond_t)
     if mode == "rows":
         share_rows(transformer, group(degree))
     else:
@@ -97,6 +107,16 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def test_equals_one_process(pack: str, mode: str, degree: int, ranks: Ranks) -> None:
     exact = forward(model(), PACKS[pack])
     for ours in ranks.call(degree, sharded, PACKS[pack], mode):
+        assert error(ours, exact) < 1e-5
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("mode", ["segment", "masked", "rows"])
+def test_edits_with_zero_cond_t(mode: str, degree: int, ranks: Ranks) -> None:
+    """References have a modulation of their own, wherever a chunk cuts the row."""
+    exact = forward(model(zero_cond_t=True), MIX)
+    assert error(forward(model(), MIX), exact) > 1e-3
+    for ours in ranks.call(degree, sharded, MIX, mode, False, None, True):
         assert error(ours, exact) < 1e-5
 
 

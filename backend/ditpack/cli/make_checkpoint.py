@@ -17,17 +17,25 @@ class Preset(enum.StrEnum):
     """The checkpoints that can be made."""
 
     TINY = "tiny"
+    TINY_EDIT = "tiny-edit"
+    TINY_EDIT_2509 = "tiny-edit-2509"
+    TINY_EDIT_2511 = "tiny-edit-2511"
     TINY_MAMMOTH = "tiny-mammoth"
     QWEN_IMAGE = "qwen-image"
+
+
+_TINY_PIPELINES = {
+    Preset.TINY: "QwenImagePipeline",
+    Preset.TINY_EDIT: "QwenImageEditPipeline",
+    Preset.TINY_EDIT_2509: "QwenImageEditPlusPipeline",
+    Preset.TINY_EDIT_2511: "QwenImageEditPlusPipeline",
+}
 
 
 def make_checkpoint(
     preset: Annotated[
         Preset,
-        typer.Argument(
-            help="tiny, tiny-mammoth: a Qwen-Image, a MammothModa2 of 2 layers, random weights, 1 MB. "
-            "qwen-image: the published configs, no weights."
-        ),
+        typer.Argument(help="tiny…: 2 layers, random weights, 1 MB. qwen-image: the published configs, no weights."),
     ],
     directory: Annotated[Path, typer.Argument(help="An empty or new folder.")],
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same weights.")] = 0,
@@ -46,8 +54,9 @@ def make_checkpoint(
         raise typer.Exit(1) from None
     logging.disable_progress_bar()
     try:
-        if preset is Preset.TINY:
-            write_tiny_checkpoint(directory, seed=seed)
+        if preset in _TINY_PIPELINES:
+            zero_cond_t = preset is Preset.TINY_EDIT_2511
+            write_tiny_checkpoint(directory, seed, pipeline=_TINY_PIPELINES[preset], zero_cond_t=zero_cond_t)
         elif preset is Preset.TINY_MAMMOTH:
             write_tiny_mammoth_checkpoint(directory, seed=seed)
         else:

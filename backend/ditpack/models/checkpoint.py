@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ditpack.models.config_rules import CheckpointError, Config, check_autoencoder_kl, check_fit
+from ditpack.models.editing import EDITING_FAMILIES, Editing, read_editing
 from ditpack.models.mammoth_config import MODEL_TYPE, MammothModa2Config
 from ditpack.request import Limits
 
@@ -20,15 +21,17 @@ ENVIRONMENT_VARIABLE = "DITPACK_CHECKPOINT"
 WEIGHTS_VARIABLE = "DITPACK_WEIGHTS"
 WEIGHTS = ("stored", "random")
 
+_QWEN_IMAGE = {
+    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+    "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    "transformer": ("QwenImageTransformer2DModel",),
+    "vae": ("AutoencoderKLQwenImage",),
+}
 # Pipeline class → component folder → the classes that may stand in model_index.json for it.
 FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "QwenImagePipeline": {
-        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-        "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
-        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
-        "transformer": ("QwenImageTransformer2DModel",),
-        "vae": ("AutoencoderKLQwenImage",),
-    },
+    "QwenImagePipeline": _QWEN_IMAGE,
+    **{name: {**_QWEN_IMAGE, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")} for name in EDITING_FAMILIES},
 }
 
 __all__ = [
@@ -46,11 +49,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """The sizes in pixels that a checkpoint was made for: its ditpack.json, a file that it need not have."""
+    """The sizes in pixels that a checkpoint was made for: its ditpack.json, a file that it need not have.
+
+    ``condition_side`` and ``reference_side`` are those of ``Editing``; None is what the pipeline has.
+    """
 
     default_width: int = 1024
     default_height: int = 1024
     min_size: int = 64
+    condition_side: int | None = None
+    reference_side: int = 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ class Checkpoint:
 
     ``family`` is the pipeline class of its model_index.json, or the model_type of its config.json, in which case that
     file is its ``transformer_config``. The configs are json objects as they are. ``vae_scale_factor`` is the number of
-    pixels per latent pixel along each side. ``weights``: whether its models get the stored weights or random ones.
+    pixels per latent pixel along each side. ``editing`` is None when it does not edit images. ``weights``: whether its
+    models get the stored weights or random ones.
     """
 
     path: Path
@@ -70,6 +79,7 @@ class Checkpoint:
     text_encoder_config: dict[str, Any]
     vae_scale_factor: int
     settings: GenerationSettings
+    editing: Editing | None
     weights: str = "stored"
 
     @property
@@ -95,6 +105,7 @@ class Checkpoint:
             size_multiple=2 * self.vae_scale_factor,
             min_size=self.settings.min_size,
             max_pixels=max_pixels,
+            max_references=self.editing.max_references if self.editing else 0,
         )
 
 
@@ -146,6 +157,7 @@ def _open_pipeline(path: Path, weights: str) -> Checkpoint:
     _check_tokenizer(path / "tokenizer")
 
     scale_factor = 2 ** len(vae["temperal_downsample"])  # sic; its length counts
+    settings = _settings(path / "ditpack.json", size_multiple=2 * scale_factor)
     return Checkpoint(
         path=path,
         family=family,
@@ -154,7 +166,8 @@ def _open_pipeline(path: Path, weights: str) -> Checkpoint:
         vae_config=vae.values,
         text_encoder_config=text_encoder.values,
         vae_scale_factor=scale_factor,
-        settings=_settings(path / "ditpack.json", size_multiple=2 * scale_factor),
+        settings=settings,
+        editing=read_editing(path, family, text_encoder, settings.condition_side, settings.reference_side),
         weights=weights,
     )
 
@@ -176,6 +189,7 @@ def _open_mammoth_moda2(path: Path, weights: str) -> Checkpoint:
         text_encoder_config=root["llm_config"],
         vae_scale_factor=scale_factor,
         settings=_settings(path / "ditpack.json", size_multiple=2 * scale_factor),
+        editing=None,
         weights=weights,
     )
 

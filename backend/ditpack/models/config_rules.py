@@ -108,7 +108,8 @@ def _check_transformer(config: Config, z_dim: int, text_width: int) -> None:
             "axes_dims_rope",
             f"must add up to attention_head_dim = {config['attention_head_dim']}, add up to {sum(axes)}",
         )
-    for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+    config.one_of("zero_cond_t", (False, True), default=False)
+    for key in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
         config.one_of(key, (False,), default=False)
 
 

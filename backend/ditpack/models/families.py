@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ditpack import request
 from ditpack.models import mammoth_request
 from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.editing import EDITING_FAMILIES
 from ditpack.request import Resolver
 
 if TYPE_CHECKING:
@@ -32,14 +33,16 @@ class Family:
     planner: str | None = None
 
 
+_QWEN_IMAGE = Family(
+    request.resolve,
+    "ditpack.sampling.qwen_image:load_sampler",
+    "ditpack.models.vae:load_vae_decoder",
+    planner="ditpack.sampling.qwen_image:plan_sampler",
+)
 # By what ``Checkpoint.family`` calls them.
 FAMILIES: Mapping[str, Family] = {
-    "QwenImagePipeline": Family(
-        request.resolve,
-        "ditpack.sampling.qwen_image:load_sampler",
-        "ditpack.models.vae:load_vae_decoder",
-        planner="ditpack.sampling.qwen_image:plan_sampler",
-    ),
+    "QwenImagePipeline": _QWEN_IMAGE,
+    **dict.fromkeys(EDITING_FAMILIES, _QWEN_IMAGE),
     "mammothmoda2": Family(
         mammoth_request.resolve,
         "ditpack.sampling.mammoth_moda2:load_sampler",

@@ -16,11 +16,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """(shift, scale, gate) of R rows for the attention, then the same for the MLP, of every layer."""
+    """(shift, scale, gate) of R rows for the attention, then the same for the MLP, of every layer.
+
+    Where reference images have a modulation of their own, ``image`` and ``out`` have the 2R rows of ``Stream``.
+    """
 
     image: Tensor  # [R, layers, 6, D]
     text: Tensor  # [R, layers, 6, D]
     out: Tensor  # [R, 2, D]: (scale, shift) of the output norm
+
+    def rows(self, slots: Tensor, references: Tensor | None = None) -> Modulation:
+        """The rows ``slots``, int64 [R].
+
+        ``references``, int64 [1]: the row that all reference images take in the blocks. Their output norm, like the
+        text, takes the modulation of ``slots``.
+        """
+        if references is None:
+            return Modulation(self.image[slots], self.text[slots], self.out[slots])
+        image = torch.stack((slots, references.expand_as(slots)), dim=1).flatten()
+        return Modulation(self.image[image], self.text[slots], self.out[slots.repeat_interleave(2)])
 
 
 class ModulationTable:
@@ -61,10 +75,10 @@ class ModulationTable:
             self._fill(missing, [self._slots[timestep] for timestep in missing])
         return [self._slots[timestep] for timestep in timesteps]
 
-    def rows(self, slots: Tensor) -> Modulation:
-        """The modulation of int64 ``slots`` [R], one row each."""
+    def rows(self, slots: Tensor, references: Tensor | None = None) -> Modulation:
+        """The modulation of int64 ``slots`` [R], as ``Modulation.rows``."""
         assert self._table is not None, "slots() comes first"
-        return Modulation(self._table.image[slots], self._table.text[slots], self._table.out[slots])
+        return self._table.rows(slots, references)
 
     def _fill(self, timesteps: list[float], slots: list[int]) -> None:
         computed = self._compute(torch.tensor(timesteps, dtype=self._dtype).to(self._device))

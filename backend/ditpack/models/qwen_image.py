@@ -39,6 +39,7 @@ class QwenImageConfig:
     attention_head_dim: int = 128
     joint_attention_dim: int = 3584
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+    zero_cond_t: bool = False  # the blocks modulate reference images as at timestep 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QwenImageConfig:
@@ -84,7 +85,7 @@ class QwenImageTransformer(nn.Module):
             image: [S, in_channels], the rows' image tokens one after the other, in the model's dtype.
             text: [L, joint_attention_dim], the rows' text features one after the other, at their real lengths.
             modulation: of the R rows' timesteps, ``self.modulation`` or rows of a ``ModulationTable`` of it.
-            layout: of these R rows.
+            layout: of these R rows; with zero_cond_t built with ``split_references``, and the modulation to match.
             rotary: ``self.rotary(layout)``; built once per layout.
 
         Returns:
@@ -154,7 +155,7 @@ class Streams:
         self.image, self.text = image, text
         self.layout = layout
         self.fp8 = False  # whether the next layers take quantised activations
-        self.image_update: tuple[Tensor, Tensor] | None = None  # (update, gate [R, D])
+        self.image_update: tuple[Tensor, Tensor] | None = None  # (update, gate [R or 2R, D])
         self.text_update: tuple[Tensor, Tensor] | None = None
 
     def next_image(self, shift: Tensor, scale: Tensor) -> Activation:
@@ -186,7 +187,7 @@ class Block(nn.Module):
     def forward(
         self, streams: Streams, image_mod: Tensor, text_mod: Tensor, layout: Layout, rotary: PackedRotary
     ) -> None:
-        """Advance ``streams``. ``image_mod`` and ``text_mod`` are [R, 6, D], as ``Modulation`` holds them."""
+        """Advance ``streams``. ``image_mod`` and ``text_mod`` are [rows, 6, D], as ``Modulation`` holds them."""
         streams.fp8 = isinstance(self.attn.to_qkv, Fp8Linear)
         image_shift, image_scale, image_gate, image_mlp_shift, image_mlp_scale, image_mlp_gate = image_mod.unbind(1)
         text_shift, text_scale, text_gate, text_mlp_shift, text_mlp_scale, text_mlp_gate = text_mod.unbind(1)

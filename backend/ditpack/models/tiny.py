@@ -25,13 +25,38 @@ _TEXT_WIDTH = 32
 _TEXT_HEADS = 2
 _HEAD_DIM = 16
 _SHARD_SIZE = "400KB"  # small, so that the transformer is stored in shards as the real one is
+_TEXT_TO_IMAGE = "QwenImagePipeline"
+_PLAIN_VISION = {
+    "depth": 1,
+    "num_heads": 1,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+    "window_size": 14,
+    "fullatt_block_indexes": [0],
+}
+# As in the real one, tokens of 2 x 2 patches, and a layer that attends within windows (of 2 x 2 tokens here).
+_EDIT_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
 
 
-def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> None:
-    """Write a complete QwenImagePipeline directory (bf16, about 1 MB) whose weights depend on ``seed`` alone.
+def write_tiny_checkpoint(
+    directory: Path,
+    seed: int = 0,
+    layers: int = 2,
+    pipeline: str = _TEXT_TO_IMAGE,
+    zero_cond_t: bool = False,
+) -> None:
+    """Write a complete ``pipeline`` directory (bf16, about 1 MB) whose weights depend on ``seed`` alone.
 
-    Every parameter, norms and biases too, is random and of a size that lets text, timestep and modulation matter while
-    all outputs stay of order 1.
+    ``pipeline`` is QwenImagePipeline, QwenImageEditPipeline or QwenImageEditPlusPipeline; ``zero_cond_t`` is how
+    Qwen-Image-Edit-2511 differs from the last's earlier checkpoints. Every parameter, norms and biases too, is random
+    and of a size that lets text, timestep and modulation matter while all outputs stay of order 1.
 
     Raises:
         CheckpointError: when ``directory`` exists and is not an empty folder, or ``layers`` is below 1.
@@ -41,8 +66,9 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
     new_directory(directory)
     generator = torch.Generator().manual_seed(seed)
 
+    edits = pipeline != _TEXT_TO_IMAGE
     (directory / "tokenizer").mkdir()
-    write_tiny_tokenizer(directory / "tokenizer")
+    write_tiny_tokenizer(directory / "tokenizer", edits)
     tokenizer = Qwen2TokenizerFast.from_pretrained(directory / "tokenizer", local_files_only=True)
     with torch.random.fork_rng(devices=[]):  # building the modules draws from the global generator
         transformer = QwenImageTransformer2DModel(
@@ -54,6 +80,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
             num_attention_heads=4,
             joint_attention_dim=_TEXT_WIDTH,
             axes_dims_rope=(4, 6, 6),
+            zero_cond_t=zero_cond_t,
         )
         vae = AutoencoderKLQwenImage(
             base_dim=4,
@@ -64,7 +91,9 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
             latents_mean=_numbers(generator, -0.5, 0.5),
             latents_std=_numbers(generator, 0.6, 1.6),
         )
-        text_encoder = Qwen2_5_VLForConditionalGeneration(_text_config(tokenizer))
+        text_encoder = Qwen2_5_VLForConditionalGeneration(
+            _text_config(tokenizer, _EDIT_VISION if edits else _PLAIN_VISION)
+        )
     for module in (transformer, vae, text_encoder):
         randomise(module, generator)
     QwenImagePipeline(
@@ -75,7 +104,22 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, layers: int = 2) -> No
         transformer=transformer.eval(),
     ).save_pretrained(directory, max_shard_size=_SHARD_SIZE)
     settings = {"default_width": 64, "default_height": 64, "min_size": 32}
+    if edits:
+        settings |= {"reference_side": 64, "condition_side": 64 if pipeline == "QwenImageEditPipeline" else 96}
+        _make_edit_pipeline(directory, pipeline, tokenizer)
     (directory / "ditpack.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _make_edit_pipeline(directory: Path, pipeline: str, tokenizer: Any) -> None:
+    """Add the processor and name the pipeline. The processor's own class cannot be built without torchvision."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28).save_pretrained(directory / "processor")
+    tokenizer.save_pretrained(directory / "processor")
+    file = directory / "model_index.json"
+    index = json.loads(file.read_text())
+    index |= {"_class_name": pipeline, "processor": ["transformers", "Qwen2VLProcessor"]}
+    file.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def new_directory(directory: Path) -> None:
@@ -104,7 +148,7 @@ def qwen_image_scheduler() -> Any:
     )
 
 
-def _text_config(tokenizer: Any) -> Any:
+def _text_config(tokenizer: Any, vision: dict[str, Any]) -> Any:
     def token(text: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(text))
 
@@ -125,17 +169,7 @@ def _text_config(tokenizer: Any) -> Any:
             "eos_token_id": token("<|im_end|>"),
             "pad_token_id": token("<|endoftext|>"),
         },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 1,
-            "out_hidden_size": _TEXT_WIDTH,
-            "spatial_merge_size": 1,
-            "temporal_patch_size": 1,
-            "window_size": 14,
-            "fullatt_block_indexes": [0],
-        },
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": _TEXT_WIDTH, **vision},
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),

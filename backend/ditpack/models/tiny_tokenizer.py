@@ -7,9 +7,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ditpack.models.prompt import DROP, TEMPLATE
+from ditpack.models.prompt import DROP, EDIT_DROP, EDIT_TEMPLATE, TEMPLATE
 
 _VOCABULARY = 512
+_EDIT_VOCABULARY = 896  # the words of two templates
 # Qwen2.5's special tokens in its order.
 _SPECIAL = [
     f"<|{name}|>" for name in ("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start")
@@ -25,12 +26,13 @@ _WORDS = (
 _TEXT = "a red kite on a blue sky, two green trees and a black cat next to a white house in the snow"
 
 
-def write_tiny_tokenizer(directory: Path) -> None:
+def write_tiny_tokenizer(directory: Path, edit: bool = False) -> None:
     """Write tokenizer.json, vocab.json, merges.txt and tokenizer_config.json into the existing folder ``directory``.
 
-    The pipeline drops exactly ``DROP`` tokens of template, so training sees the template often enough to make each of
-    its words one token.
+    The pipeline drops exactly ``DROP`` tokens of template (for an edit ``EDIT_DROP``), so training sees the template
+    often enough to make each of its words one token.
     """
+    templates = {TEMPLATE: DROP, EDIT_TEMPLATE: EDIT_DROP} if edit else {TEMPLATE: DROP}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -40,12 +42,12 @@ def write_tiny_tokenizer(directory: Path) -> None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    template = TEMPLATE
+    template = "\0".join(templates)
     for token in _SPECIAL:
         template = template.replace(token, "\0")
     parts = [part for part in template.replace("{}", "").split("\0") if part]
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY - len(_SPECIAL),
+        vocab_size=(_EDIT_VOCABULARY if edit else _VOCABULARY) - len(_SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
         show_progress=False,
@@ -66,6 +68,7 @@ def write_tiny_tokenizer(directory: Path) -> None:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    prefix = tokenizer.encode(TEMPLATE.partition("{}")[0]).ids
-    if len(prefix) != DROP:
-        raise RuntimeError(f"the template's prefix is {len(prefix)} tokens, must be {DROP}")
+    for template, drop in templates.items():
+        prefix = tokenizer.encode(template.partition("{}")[0]).ids
+        if len(prefix) != drop:
+            raise RuntimeError(f"the template's prefix is {len(prefix)} tokens, must be {drop}")

@@ -36,6 +36,10 @@ class Row:
             raise ValueError("a row needs at least one token")
 
     @property
+    def target_tokens(self) -> int:
+        return self.grids[0][0] * self.grids[0][1]
+
+    @property
     def image_tokens(self) -> int:
         return sum(height * width for height, width in self.grids)
 
@@ -46,10 +50,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The text or the image tokens of a pack, one row's after the other's: n tokens of R rows."""
+    """The text or the image tokens of a pack, one row's after the other's: n tokens of R rows.
 
-    lengths: list[int]  # one a row
-    rows: Tensor  # int64 [n]: row of each token
+    ``rows`` and ``lengths`` say which row of the stream's modulation a token takes. That is its own row, unless the
+    layout was built with ``split_references``: then row r's target takes 2r and its reference images take 2r + 1.
+    """
+
+    lengths: list[int]  # tokens of each row of the modulation, in order
+    rows: Tensor  # int64 [n]: row of the modulation of each token
     slots: Tensor  # int64 [n]: place of each token in the flat order
 
 
@@ -75,11 +83,19 @@ class Layout:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def split_references(self) -> bool:
+        """Whether the image stream's modulation has 2R rows, see ``Stream``."""
+        return len(self.image.lengths) > len(self.rows)
 
-def build_layout(rows: Sequence[Row], device: torch.device, max_seqlen: int | None = None) -> Layout:
+
+def build_layout(
+    rows: Sequence[Row], device: torch.device, max_seqlen: int | None = None, split_references: bool = False
+) -> Layout:
     """Lay out ``rows`` (at least one). A few integers a row are uploaded; the device expands them to tokens.
 
-    ``max_seqlen`` may be any bound on the rows' lengths; None is the longest.
+    ``max_seqlen`` may be any bound on the rows' lengths; None is the longest. ``split_references``: reference images
+    have a modulation of their own, see ``Stream``.
     """
     if not rows:
         raise ValueError("a layout needs at least one row")
@@ -93,14 +109,18 @@ def build_layout(rows: Sequence[Row], device: torch.device, max_seqlen: int | No
 
     text_rows, text_offsets = _expand(text_lengths, device)
     image_rows, _ = _expand(image_lengths, device)
+    image_slots = _slots(image_rows, image_shifts)
+    if split_references:
+        image_lengths = [n for row in rows for n in (row.target_tokens, row.image_tokens - row.target_tokens)]
+        image_rows, _ = _expand(image_lengths, device)
     image_grids, image_offsets = _expand([height * width for row in rows for height, width in row.grids], device)
     return Layout(
         rows=tuple(rows),
         lengths=lengths,
         max_seqlen=max_seqlen or max(lengths),
         cu_seqlens=_cu_seqlens(lengths, device),
-        text=_stream(text_lengths, text_rows, text_shifts),
-        image=_stream(image_lengths, image_rows, image_shifts),
+        text=Stream(text_lengths, text_rows, _slots(text_rows, text_shifts)),
+        image=Stream(image_lengths, image_rows, image_slots),
         text_offsets=text_offsets,
         image_grids=image_grids,
         image_offsets=image_offsets,
@@ -113,13 +133,19 @@ def with_segments(layout: Layout, lengths: list[int]) -> Layout:
     return replace(layout, lengths=lengths, max_seqlen=max(layout.max_seqlen, *lengths), cu_seqlens=cu_seqlens)
 
 
+def target_places(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """int64 [n]: where in the image stream of ``rows`` (at least one) the tokens of their targets are."""
+    starts = _starts([row.image_tokens for row in rows])
+    row_of_token, place = _expand([row.target_tokens for row in rows], device)
+    return _upload(starts, device)[row_of_token] + place
+
+
 def _cu_seqlens(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor(_starts(lengths), dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _stream(lengths: list[int], rows: Tensor, shifts: list[int]) -> Stream:
-    slots = torch.arange(sum(lengths), device=rows.device) + _upload(shifts, rows.device)[rows]
-    return Stream(lengths, rows, slots)
+def _slots(rows: Tensor, shifts: list[int]) -> Tensor:
+    return torch.arange(len(rows), device=rows.device) + _upload(shifts, rows.device)[rows]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

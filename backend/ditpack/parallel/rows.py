@@ -37,15 +37,18 @@ def split_rows(layout: Layout, rank: int, ranks: int) -> Share:
     device = layout.cu_seqlens.device
     assigned = assign_rows(layout.rows, ranks)
     own = assigned[rank] or [0]
-    counts = [sum(layout.rows[row].image_tokens for row in rows) for rows in assigned]
+    lengths = [row.image_tokens for row in layout.rows]
+    counts = [sum(lengths[row] for row in rows) for rows in assigned]
+    image_rows = [2 * row + part for row in own for part in (0, 1)] if layout.split_references else own
     return Share(
-        layout=build_layout([layout.rows[row] for row in own], device),
-        image=_tokens(own, layout.image.lengths, device),
+        layout=build_layout([layout.rows[row] for row in own], device, split_references=layout.split_references),
+        image=_tokens(own, lengths, device),
         text=_tokens(own, layout.text.lengths, device),
         rows=torch.tensor(own).to(device, non_blocking=True),
+        image_rows=torch.tensor(image_rows).to(device, non_blocking=True),
         padding=0,
         counts=counts,
-        gathered=_gathered(assigned, layout.image.lengths, max(counts)).to(device, non_blocking=True),
+        gathered=_gathered(assigned, lengths, max(counts)).to(device, non_blocking=True),
     )
 
 

@@ -33,7 +33,8 @@ class Share:
     layout: Layout  # as the transformer is to see it
     image: Pick
     text: Pick
-    rows: Pick  # whose modulation it reads
+    rows: Pick  # whose modulation its text reads
+    image_rows: Pick  # and its image: the same, or of 2R rows where references have their own
     padding: int  # zero tokens to append to its image tokens
     counts: list[int]  # how many image tokens each rank computes, padding left out
     gathered: Tensor  # int64 [S]: where each image token of the pack is among [ranks · max(counts)]
@@ -71,7 +72,9 @@ class Shared:
             image = torch.cat((image, image.new_zeros((share.padding, image.shape[1]))))
             zeros = image_rotary.cos.new_zeros((share.padding, image_rotary.cos.shape[1]))
             image_rotary = Rotary(*(torch.cat((table, zeros)) for table in (image_rotary.cos, image_rotary.sin)))
-        modulation = Modulation(*(part[share.rows] for part in (modulation.image, modulation.text, modulation.out)))
+        modulation = Modulation(
+            modulation.image[share.image_rows], modulation.text[share.rows], modulation.out[share.image_rows]
+        )
         return image, text[share.text], modulation, share.layout, PackedRotary(text_rotary, image_rotary)
 
     def _gather(self, _module: nn.Module, inputs: Any, velocity: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -156,11 +157,13 @@ def split_tokens(layout: Layout, rank: int, ranks: int, padding_mode: str) -> Sh
     chunk = (layout.tokens + padding) // ranks
     chunks = [(r * chunk, (r + 1) * chunk) for r in range(ranks)]
     texts, images, start = [], [], 0
+    image_lengths = iter(layout.image.lengths)
     for row in layout.rows:
-        middle, end = start + row.text_tokens, start + row.tokens
-        texts.append((start, middle))
-        images.append((middle, end))
-        start = end
+        texts.append((start, start + row.text_tokens))
+        start += row.text_tokens
+        for length in islice(image_lengths, 2 if layout.split_references else 1):
+            images.append((start, start + length))
+            start += length
 
     begin, end = chunks[rank]
     text, text_tokens = _local(layout.text, texts, begin, end)
@@ -179,6 +182,7 @@ def split_tokens(layout: Layout, rank: int, ranks: int, padding_mode: str) -> Sh
         image=image_tokens,
         text=text_tokens,
         rows=slice(None),
+        image_rows=slice(None),
         padding=attended,
         counts=counts,
         gathered=gather_order(counts, layout.image.slots.device),
@@ -190,7 +194,7 @@ def _overlap(span: tuple[int, int], begin: int, end: int) -> int:
 
 
 def _local(stream: Stream, spans: list[tuple[int, int]], begin: int, end: int) -> tuple[Stream, slice]:
-    """The part of ``stream``, whose rows lie at ``spans`` of the flat order, that lies in [begin, end)."""
+    """The part of ``stream`` that lies in [begin, end); ``spans``: where in the flat order its ``lengths`` lie."""
     lengths = [_overlap(span, begin, end) for span in spans]
     first = sum(_overlap(span, 0, begin) for span in spans)
     tokens = slice(first, first + sum(lengths))

@@ -1,7 +1,8 @@
 """Denoising Qwen-Image requests in packs: what the engine needs to know of the family.
 
-One pack holds any mix of requests. Guided ones come first, so their unconditional rows reuse a prefix of the same
-latents: rows are [every request's conditional row, then the guided requests' unconditional rows].
+One pack holds any mix of requests, edits too. Guided ones come first, so their unconditional rows reuse a prefix of the
+same latents: rows are [every request's conditional row, then the guided requests' unconditional rows]. Only targets are
+denoised: the tokens of reference images stay in the pack's image stream, and nobody reads what is predicted for them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ditpack.models.qwen_image import (
     text_start,
 )
 from ditpack.models.weights import load_component
-from ditpack.packing.layout import Layout, Row, build_layout
+from ditpack.packing.layout import Layout, Row, build_layout, target_places
 from ditpack.request import ImageRequest, Limits, resolve
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.guidance import true_cfg
@@ -49,10 +50,15 @@ _GRAPH_TOKENS = 2560
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """A request's text features, [L, joint_attention_dim] each; the negative ones are None without guidance."""
+    """What a request is conditioned on.
+
+    Text features are [L, joint_attention_dim], the negative ones None without guidance. ``reference_latents`` are the
+    normalised latents of all reference images as tokens [n, in_channels], one image after the other; None without any.
+    """
 
     prompt_embeds: Tensor
     negative_prompt_embeds: Tensor | None
+    reference_latents: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +67,7 @@ class Denoising:
 
     request: ImageRequest
     embeds: tuple[Tensor, ...]  # conditional, then unconditional when guided; on the device, in the model's dtype
+    references: Tensor  # [n, in_channels], likewise; n is 0 without reference images
     rows: tuple[Row, ...]  # one for each of embeds
     grid: tuple[int, int]
     sigmas: list[float]
@@ -86,11 +93,14 @@ class Pack:
     rotary: PackedRotary
     bucket: Bucket | None  # which captured graph can run it
     text: Tensor  # [L, joint_attention_dim], all rows
-    tail: Tensor  # [padding, in_channels]: zeros for the padding rows' image tokens
-    latents: Tensor  # fp32 [ΣS, in_channels], each member once
+    image: Tensor  # [S, in_channels], all rows: reference images in place, zeros for the targets and in padding rows
+    targets: Tensor  # int64: where in it the targets of the members' rows are
+    latents: Tensor  # fp32 [ΣS, in_channels], each member's target once
     guided_tokens: int  # how many of those tokens, from the front, have an unconditional row too
     scales: Tensor  # fp32 [guided_tokens, 1]
-    modulation_slots: Tensor  # int64 [K, rows]: where the sampler's table holds each row's modulation
+    modulation_slots: (
+        Tensor  # int64 [K, rows (+ 1)]: where the sampler's table holds each row's modulation (and t = 0's)
+    )
     sigma_steps: Tensor  # fp32 [K, members]: sigma(next) - sigma
     token_members: Tensor  # int64 [ΣS]: the member of every latent token
     next: int = 0  # the table row that the next step reads
@@ -130,8 +140,12 @@ class QwenImageSampler(OnDevice):
 
     @staticmethod
     def conditioning(request: ImageRequest, read: Callable[[str], Tensor]) -> Conditioning:
-        """The text features that ``read`` returns for EMBEDS and, with guidance, NEGATIVE_EMBEDS."""
-        return Conditioning(read("EMBEDS"), read("NEGATIVE_EMBEDS") if request.guided else None)
+        """What ``read`` returns for EMBEDS, with guidance NEGATIVE_EMBEDS, and for edits REFERENCE_LATENTS."""
+        return Conditioning(
+            read("EMBEDS"),
+            read("NEGATIVE_EMBEDS") if request.guided else None,
+            read("REFERENCE_LATENTS") if request.references else None,
+        )
 
     def example(self, image_tokens: int) -> tuple[ImageRequest, Conditioning]:
         """A square request of about that many image tokens with 16 tokens of text, and no guidance."""
@@ -146,21 +160,27 @@ class QwenImageSampler(OnDevice):
 
         Raises:
             InvalidRequest: if the text features have another width than the checkpoint's, or are too many to have
-                rotary positions.
+                rotary positions, or if the reference latents are not those of the request's reference images.
         """
-        grid = (request.height // self.pixels_per_patch, request.width // self.pixels_per_patch)
+        sizes = [(request.height, request.width), *((image.height, image.width) for image in request.references)]
+        grids = tuple((height // self.pixels_per_patch, width // self.pixels_per_patch) for height, width in sizes)
+        expected = (sum(height * width for height, width in grids[1:]), self.transformer.config.in_channels)
+        latents = conditioning.reference_latents
+        found = (0, expected[1]) if latents is None else tuple(latents.shape)
+        if found != expected:
+            raise InvalidRequest("REFERENCE_LATENTS", list(found), f"must have shape {list(expected)} for this request")
         branches = {"EMBEDS": conditioning.prompt_embeds}
         if request.guided:
             if conditioning.negative_prompt_embeds is None:
                 raise InvalidRequest("NEGATIVE_EMBEDS", None, "are required when TRUE_CFG_SCALE is above 1")
             branches["NEGATIVE_EMBEDS"] = conditioning.negative_prompt_embeds
         width = self.transformer.config.joint_attention_dim
-        longest = MAX_POSITION - text_start((grid,))
+        longest = MAX_POSITION - text_start(grids)
         for field, embeds in branches.items():
             if embeds.ndim != 2 or embeds.shape[1] != width or not 1 <= embeds.shape[0] <= longest:
                 allowed = f"must have shape [1 … {longest}, {width}] for this checkpoint and size"
                 raise InvalidRequest(field, list(embeds.shape), allowed)
-        return tuple(Row(embeds.shape[0], (grid,)) for embeds in branches.values())
+        return tuple(Row(embeds.shape[0], grids) for embeds in branches.values())
 
     @torch.inference_mode()
     def begin(self, request: ImageRequest, conditioning: Conditioning) -> Denoising:
@@ -170,9 +190,11 @@ class QwenImageSampler(OnDevice):
         channels = self.transformer.config.in_channels // 4
         noise = seeded_noise(request.seed, channels, grid, self.dtype)
         branches = (conditioning.prompt_embeds, conditioning.negative_prompt_embeds)[: len(rows)]
+        references = conditioning.reference_latents
         return Denoising(
             request=request,
             embeds=tuple(embeds.to(self.device, self.dtype) for embeds in branches if embeds is not None),
+            references=(noise[:0] if references is None else references).to(self.device, self.dtype),
             rows=rows,
             grid=grid,
             sigmas=self.schedule.sigmas(request.num_inference_steps, grid[0] * grid[1]),
@@ -188,13 +210,15 @@ class QwenImageSampler(OnDevice):
         rows = [member.rows[branch] for member, branch in branches]
         bucket = bucket_for(rows, self._graph_tokens)
         padding = bucket.padding(rows) if bucket else []
-        layout = build_layout(rows + padding, self.device, bucket.tokens if bucket else None)
-        steps = min(_MODULATION_CAPACITY // len(ordered), *(member.steps_left for member in ordered))
+        zero = [0.0] if self.transformer.config.zero_cond_t else []  # the timestep of reference images
+        layout = build_layout(rows + padding, self.device, bucket.tokens if bucket else None, bool(zero))
+        steps = min((_MODULATION_CAPACITY - len(zero)) // len(ordered), *(member.steps_left for member in ordered))
         ahead = [member.sigmas[member.step : member.step + steps + 1] for member in ordered]
         sigmas = torch.tensor(ahead, dtype=torch.float32).T  # [K + 1, members]
         # As the reference: the scheduler's timestep in the model's dtype, and only then divided.
         timesteps = (sigmas[:-1] * self.schedule.num_train_timesteps).to(self.dtype) / self.schedule.num_train_timesteps
-        slots = torch.tensor(self._modulation.slots(timesteps.flatten().tolist())).view(timesteps.shape)
+        slots = torch.tensor(self._modulation.slots([*timesteps.flatten().tolist(), *zero]))
+        slots, zero_slots = slots[: timesteps.numel()].view(timesteps.shape), slots[timesteps.numel() :]
         latent_lengths = torch.tensor([len(member.latents) for member in ordered])
         scales = torch.tensor([member.request.true_cfg_scale for member in guided], dtype=torch.float32)
         return Pack(
@@ -203,36 +227,45 @@ class QwenImageSampler(OnDevice):
             rotary=self.transformer.rotary(layout),
             bucket=bucket,
             text=torch.cat([*(member.embeds[branch] for member, branch in branches), self._blank_text(padding)]),
-            tail=torch.zeros(
-                (sum(row.image_tokens for row in padding), ordered[0].latents.shape[1]),
-                dtype=self.dtype,
-                device=self.device,
-            ),
+            image=self._image(branches, padding),
+            targets=target_places(rows, self.device),
             latents=torch.cat([member.latents for member in ordered]),
             guided_tokens=int(latent_lengths[: len(guided)].sum()),
             scales=scales.repeat_interleave(latent_lengths[: len(guided)]).unsqueeze(1).to(self.device),
             modulation_slots=torch.cat(
-                (slots, slots[:, : len(guided)], slots[:, :1].expand(-1, len(padding))), dim=1
+                (
+                    slots,
+                    slots[:, : len(guided)],
+                    slots[:, :1].expand(-1, len(padding)),
+                    zero_slots.expand(len(slots), -1),
+                ),
+                dim=1,
             ).to(self.device),
             sigma_steps=sigmas.diff(dim=0).to(self.device),
             token_members=torch.arange(len(ordered)).repeat_interleave(latent_lengths).to(self.device),
         )
 
     @torch.inference_mode()
+    def velocity(self, pack: Pack) -> Tensor:
+        """One packed forward and guidance: what moves ``pack.latents`` at this step, in their shape, fp32."""
+        guided = pack.guided_tokens
+        latents = pack.latents.to(self.dtype)
+        image = pack.image.index_copy(0, pack.targets, torch.cat((latents, latents[:guided])))
+        inputs = (image, pack.modulation_slots[pack.next])
+        lasting = (pack.text, pack.layout, pack.rotary)
+        predicted = self.graphs.run(pack.bucket, inputs, lasting, owner=pack)[pack.targets].float()
+        self.graph_replays = self.graphs.replays
+        positive, negative = predicted[: len(latents)], predicted[len(latents) :]
+        if not guided:
+            return positive
+        return torch.cat((true_cfg(positive[:guided], negative, pack.scales), positive[guided:]))
+
+    @torch.inference_mode()
     def step(self, pack: Pack) -> None:
         """Advance every member by one step, all or none: if this raises, nobody has moved."""
-        total, guided = len(pack.latents), pack.guided_tokens
-        image = pack.latents.to(self.dtype)
-        inputs = (torch.cat((image, image[:guided], pack.tail)), pack.modulation_slots[pack.next])
-        lasting = (pack.text, pack.layout, pack.rotary)
-        velocity = self.graphs.run(pack.bucket, inputs, lasting, owner=pack).float()
-        self.graph_replays = self.graphs.replays
-        positive = velocity[:total]  # behind it: the unconditional rows, then padding
-        if guided:
-            combined = true_cfg(positive[:guided], velocity[total : total + guided], pack.scales)
-            positive = torch.cat((combined, positive[guided:]))
+        velocity = self.velocity(pack)
         sigma_step = pack.sigma_steps[pack.next][pack.token_members].unsqueeze(1)
-        pack.latents = pack.latents + sigma_step * positive
+        pack.latents = pack.latents + sigma_step * velocity
         pack.next += 1
         for member, latents in zip(
             pack.members, pack.latents.split([len(m.latents) for m in pack.members]), strict=True
@@ -243,11 +276,23 @@ class QwenImageSampler(OnDevice):
     def _forward(self, inputs: tuple[Tensor, Tensor], lasting: tuple[Tensor, Layout, PackedRotary]) -> Tensor:
         image, slots = inputs
         text, layout, rotary = lasting
-        return self.transformer(image, text, self._modulation.rows(slots), layout, rotary)
+        rows = len(layout.rows)
+        references = slots[rows:] if self.transformer.config.zero_cond_t else None
+        return self.transformer(image, text, self._modulation.rows(slots[:rows], references), layout, rotary)
 
     def _blank_text(self, padding: Sequence[Row]) -> Tensor:
-        width = self.transformer.config.joint_attention_dim
-        return torch.zeros((sum(row.text_tokens for row in padding), width), dtype=self.dtype, device=self.device)
+        return self._blank(sum(row.text_tokens for row in padding), self.transformer.config.joint_attention_dim)
+
+    def _image(self, branches: Sequence[tuple[Denoising, int]], padding: Sequence[Row]) -> Tensor:
+        """The image stream of ``Pack.image``."""
+        channels = self.transformer.config.in_channels
+        rows = [
+            part for member, _ in branches for part in (self._blank(len(member.latents), channels), member.references)
+        ]
+        return torch.cat((*rows, self._blank(sum(row.image_tokens for row in padding), channels)))
+
+    def _blank(self, tokens: int, width: int) -> Tensor:
+        return torch.zeros((tokens, width), dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def preview(self, member: Denoising) -> Callable[[], Tensor]:

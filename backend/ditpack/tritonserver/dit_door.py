@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections import deque
@@ -168,7 +167,7 @@ class DitDoor:
     def _response(
         self, request: Request, result: Result, encode_ms: float, requested: Sequence[str]
     ) -> pb_utils.InferenceResponse:
-        resolved = dataclasses.asdict(request)
+        resolved = request.as_dict()
         del resolved["accepted_ns"]
         info = {"request": resolved, "encode_ms": encode_ms, **result.info}
         info = {name: round(value, 3) if isinstance(value, float) else value for name, value in info.items()}

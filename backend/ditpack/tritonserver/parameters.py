@@ -87,6 +87,15 @@ class PrepareSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareEditSettings:
+    checkpoint: str = _words("auto")
+    max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
+    max_prompt_tokens: int = _number(int, 1024, 1, 32768)
+    max_image_bytes: int = _number(int, 20 * 2**20, 1024, 2**30)
+    max_image_pixels: int = _number(int, 50_000_000, 64 * 64, 2**29)
+
+
+@dataclass(frozen=True, slots=True)
 class MammothPrepareSettings:
     checkpoint: str = _words("auto")
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
@@ -94,6 +103,13 @@ class MammothPrepareSettings:
 
 @dataclass(frozen=True, slots=True)
 class TextEncoderSettings:
+    checkpoint: str = _words("auto")
+    weights: str = _choice("auto", *WEIGHTS)
+    dtype: str = _choice("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class VaeEncoderSettings:
     checkpoint: str = _words("auto")
     weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")

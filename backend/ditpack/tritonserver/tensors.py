@@ -41,6 +41,12 @@ def read_bytes(request: pb_utils.InferenceRequest, name: str) -> bytes:
     return value
 
 
+def read_strings(request: pb_utils.InferenceRequest, name: str) -> list[bytes]:
+    """All elements of the STRING input ``name``; none when it was not sent."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return [] if tensor is None else [bytes(value) for value in tensor.as_numpy().reshape(-1)]
+
+
 def read_array(request: pb_utils.InferenceRequest, name: str) -> Array:
     """A copy of input ``name`` without its batch dimension (inputs are views of memory that Triton takes back).
 

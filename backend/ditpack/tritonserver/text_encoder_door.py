@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton_python_backend_utils as pb_utils
@@ -11,10 +12,18 @@ from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance, TextEncoderSettings
+from ditpack.tritonserver.pixels import read_pixels
 from ditpack.tritonserver.tensors import Array, Outputs, read_array
 
 if TYPE_CHECKING:
     from ditpack.models.text_encoder import TextEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    input_ids: list[int]
+    images: list[Array]
+    requested: Sequence[str]
 
 
 class TextEncoderDoor:
@@ -42,13 +51,16 @@ class TextEncoderDoor:
         return cls(encoder, Outputs(instance.config), Outcomes(instance.model))
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
-        return answer_together(
-            requests,
-            self._outcomes,
-            read=lambda request: (read_array(request, "INPUT_IDS").tolist(), request.requested_output_names()),
-            run=lambda items: self._encoder.encode([input_ids for input_ids, _ in items]),
-            write=lambda item, embeds: self._respond(embeds.numpy(), item[1]),
-        )
+        return answer_together(requests, self._outcomes, read=_read, run=self._run, write=self._write)
 
-    def _respond(self, embeds: Array, requested: Sequence[str]) -> pb_utils.InferenceResponse:
-        return self._outputs.response({"EMBEDS": embeds}, requested)
+    def _run(self, items: list[_Item]) -> list[Array]:
+        embeds = self._encoder.encode([item.input_ids for item in items], [item.images for item in items])
+        return [row.numpy() for row in embeds]
+
+    def _write(self, item: _Item, embeds: Array) -> pb_utils.InferenceResponse:
+        return self._outputs.response({"EMBEDS": embeds}, item.requested)
+
+
+def _read(request: pb_utils.InferenceRequest) -> _Item:
+    input_ids = read_array(request, "INPUT_IDS").tolist()
+    return _Item(input_ids, read_pixels(request), request.requested_output_names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,15 @@ def model_names(repository: Path) -> list[str]:
 def models_for(repository: Path, family: str) -> list[str]:
     """The models to load for a checkpoint of ``family``, in order.
 
-    An ensemble may name the one family it serves in its parameter ``family``. Ensembles of other families are left out,
-    and with them the models that only they use. Everything else is loaded.
+    An ensemble may name the families it serves, with spaces between them, in its parameter ``family``. Ensembles of
+    other families are left out, and with them the models that only they use. Everything else is loaded.
 
     Raises:
         ServeError: nothing is left.
     """
     configs = {name: _read(repository / name / "config.pbtxt") for name in model_names(repository)}
-    families = {name: config.parameters["family"].string_value for name, config in configs.items()}
-    others = {name for name in configs if families[name] not in ("", family)}
+    families = {name: config.parameters["family"].string_value.split() for name, config in configs.items()}
+    others = {name for name in configs if families[name] and family not in families[name]}
 
     def steps(ensembles: set[str]) -> set[str]:
         return {step.model_name for name in ensembles for step in configs[name].ensemble_scheduling.step}
@@ -59,7 +60,7 @@ def models_for(repository: Path, family: str) -> list[str]:
     if not models:
         raise ServeError(
             f"{repository} holds no model for a {family}.",
-            f"Its ensembles serve {', '.join(sorted(set(families.values()) - {''}))}; name another --checkpoint.",
+            f"Its ensembles serve {', '.join(sorted(set(chain(*families.values()))))}; name another --checkpoint.",
         )
     return models
 
