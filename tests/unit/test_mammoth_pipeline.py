@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from fake_triton import MAMMOTH_MODELS, Answer, FakeEnsemble, FakeModel
+from fake_triton import MAMMOTH_MODELS, Answer, FakeEnsemble, FakeModel, import_model, triton_args
 from mammoth_oracle import Oracle
 from mammoth_tools import answer
 from PIL import Image
 from safetensors.torch import load_file
+
+from ditpack.tritonserver.parameters import ParameterError
 
 TYPES: dict[str, Any] = {
     "WIDTH": np.int32,
@@ -166,3 +168,10 @@ def test_mixed_requests_of_one_batch_get_their_own_answers(ensemble: FakeEnsembl
     for index, (made, size) in enumerate(zip(ensemble.infer(*requests), sizes, strict=True)):
         assert picture(made).size == size
         assert json.loads(made.outputs["INFO"][0])["steps"] == 1 + index
+
+
+def test_several_devices_are_refused_by_name(mammoth_checkpoint: Path) -> None:
+    parameters = {"checkpoint": str(mammoth_checkpoint), "devices": "cpu,cpu"}
+    model = import_model("mammoth_dit").TritonPythonModel()
+    with pytest.raises(ParameterError, match="devices = 'cpu,cpu': a mammothmoda2 runs on one device"):
+        model.initialize(triton_args("mammoth_dit", parameters, kind="MODEL"))

@@ -12,3 +12,6 @@ class TritonPythonModel:
 
     def finalize(self):
         self._door.finalize()
+
+    def is_ready(self):
+        return self._door.is_ready()
