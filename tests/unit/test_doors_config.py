@@ -30,9 +30,6 @@ SETTINGS = {
     "mammoth_vae_decoder": parameters.VaeDecoderSettings,
 }
 
-# What a family that runs on one device has no use for.
-ONE_DEVICE = {"devices", "parallel", "sp_padding", "worker_timeout_s", "lost_workers"}
-
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:
     assert sorted(path.name for path in REPOSITORY.iterdir()) == sorted([*SETTINGS, *ENSEMBLES])
@@ -96,8 +93,7 @@ def test_variable_shapes_do_not_split_batches() -> None:
 def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
     kind = SETTINGS[model]
     instance = Instance.from_args(triton_args(model))
-    left_out = ONE_DEVICE if model == "mammoth_dit" else set()
-    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)} - left_out
+    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)}
     assert instance.settings(kind) == kind()
 
 
