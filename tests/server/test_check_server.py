@@ -6,6 +6,7 @@ One server for all of it, which loads models by name: each mistake is a model of
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,20 +17,25 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc
-from mistakes import Mistake, copied_repository
+from mistakes import ENSEMBLE, Mistake, copied_repository
 from mistakes_ensembles import DITPACK, ENSEMBLES
 from mistakes_models import MODELS, SYNTAX
 from server_tools import REQUIRE_SERVER, SHARED_MEMORY, TIMEOUT, wait_until
 from tritonclient.utils import InferenceServerException
+from valid_edits import read, rebatch, rewire, write
 
 from ditpack.tritonserver.launch import ServeError
 from ditpack.tritonserver.launch.find import find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
 from ditpack.tritonserver.launch.prepare import environment, prepare_directory
+from ditpack.tritonserver.launch.repository import find_repository
 
 pytestmark = pytest.mark.server
 
-STEPS = ("prepare", "text_encoder", "dit", "vae_decoder")
+
+_PREFIX = "mistake_"
+# The steps of the ensembles have their real configs and load nothing, so that an ensemble loads in no time.
+_EMPTY_DOOR = "class TritonPythonModel:\n    def execute(self, requests):\n        raise NotImplementedError\n"
 
 
 @dataclass
@@ -41,13 +47,14 @@ class Loader:
     client: tritonclient.grpc.InferenceServerClient
 
     def load(self, name: str) -> str | None:
-        """None when it loads, else all that the server says; it is gone again afterwards."""
+        """None when it loads, else all that the server says. It is gone again afterwards, its steps are not."""
         start = self.log.stat().st_size
         try:
             self.client.load_model(name, client_timeout=TIMEOUT)
         except InferenceServerException as error:
-            # The parser complains on the log alone.
-            return f"{error.message()}\n{self.log.read_bytes()[start:].decode('utf-8', 'replace')}"
+            # The parser complains on the log alone; there Triton also repeats what is wrong with models of before.
+            lines = self.log.read_bytes()[start:].decode("utf-8", "replace").splitlines()
+            return "\n".join([str(error.message()), *(line for line in lines if name in line or _PREFIX not in line)])
         self.client.unload_model(name, client_timeout=TIMEOUT)
         return None
 
@@ -55,6 +62,8 @@ class Loader:
 @pytest.fixture(scope="module")
 def loader(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
     repository = copied_repository(tmp_path_factory.mktemp("check") / "model_repository")
+    for door in repository.glob("*/1/model.py"):
+        door.write_text(_EMPTY_DOOR)
     log = repository.parent / "log"
     directory = Path(tempfile.mkdtemp(prefix="ditpack-test-"))
     prefix = f"ditpack_test_{os.getpid()}_"
@@ -84,8 +93,6 @@ def loader(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{ports['--grpc-port']}")
     try:
         wait_until("the server is live", lambda: _is_live(client))
-        for step in STEPS:
-            client.load_model(step, client_timeout=TIMEOUT)
         yield Loader(repository, log, client)
     finally:
         client.close()
@@ -109,9 +116,9 @@ def _is_live(client: tritonclient.grpc.InferenceServerClient) -> bool:
 
 @pytest.mark.parametrize("mistake", [*SYNTAX, *MODELS, *ENSEMBLES, *DITPACK], ids=lambda mistake: mistake.name)
 def test_the_server_refuses_it_too(loader: Loader, mistake: Mistake) -> None:
-    name = "mistake_" + "".join(letter if letter.isalnum() else "_" for letter in mistake.name)
+    name = _PREFIX + "".join(letter if letter.isalnum() else "_" for letter in mistake.name)
     directory = loader.repository / name
-    shutil.copytree(loader.repository / mistake.model, directory)
+    shutil.copytree(find_repository(None) / mistake.model, directory)
     mistake.make(directory)
     answer = loader.load(name)
     shutil.rmtree(directory)
@@ -120,3 +127,23 @@ def test_the_server_refuses_it_too(loader: Loader, mistake: Mistake) -> None:
     else:
         assert answer is not None, "the server loads it"
         assert mistake.refused in answer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_server_loads_rewired_ensembles(loader: Loader, seed: int) -> None:
+    directory = loader.repository / f"rewired_{seed}"
+    shutil.copytree(loader.repository / ENSEMBLE, directory)
+    config = read(directory)
+    rewire(config, random.Random(seed))
+    write(directory, config)
+    assert loader.load(directory.name) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_server_loads_other_batching(loader: Loader, seed: int) -> None:
+    directory = loader.repository / f"rebatched_{seed}"
+    shutil.copytree(find_repository(None) / "prepare", directory)
+    config = read(directory)
+    rebatch(config, random.Random(seed))
+    write(directory, config)
+    assert loader.load(directory.name) is None

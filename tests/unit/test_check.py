@@ -8,6 +8,7 @@ import pytest
 from mistakes import Mistake, copied_repository
 from mistakes_ensembles import DITPACK, ENSEMBLES
 from mistakes_models import MODELS, SYNTAX
+from valid_edits import vary
 
 from ditpack.tritonserver.check import check_repository
 from ditpack.tritonserver.launch.repository import find_repository
@@ -38,3 +39,9 @@ def test_a_mistake_is_found_at_its_line_and_nothing_else(repository: Path, mista
     assert found.file == repository / mistake.model / mistake.file
     assert (found.line, found.column > 0) == (line_of(text, says.at), True), found
     assert says.fix in found.fix, found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_valid_edits_are_clean(repository: Path, seed: int) -> None:
+    vary(repository, seed)
+    assert check_repository(repository) == []
