@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc
 from mistakes import ENSEMBLE, Mistake, copied_repository
-from mistakes_ensembles import DITPACK, ENSEMBLES
+from mistakes_ensembles import DITPACK, ENSEMBLES, MACHINE
 from mistakes_models import MODELS, SYNTAX
 from server_tools import REQUIRE_SERVER, SHARED_MEMORY, TIMEOUT, wait_until
 from tritonclient.utils import InferenceServerException
@@ -114,7 +114,9 @@ def _is_live(client: tritonclient.grpc.InferenceServerClient) -> bool:
         return False
 
 
-@pytest.mark.parametrize("mistake", [*SYNTAX, *MODELS, *ENSEMBLES, *DITPACK], ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize(
+    "mistake", [*SYNTAX, *MODELS, *ENSEMBLES, *DITPACK, *MACHINE], ids=lambda mistake: mistake.name
+)
 def test_the_server_refuses_it_too(loader: Loader, mistake: Mistake) -> None:
     name = _PREFIX + "".join(letter if letter.isalnum() else "_" for letter in mistake.name)
     directory = loader.repository / name

@@ -1,4 +1,4 @@
-"""Mistakes in an ensemble's wiring, and in ditpack's own parameters."""
+"""Mistakes in an ensemble's wiring, in ditpack's own parameters, and against the machine."""
 
 from __future__ import annotations
 
@@ -197,5 +197,44 @@ DITPACK = [
         swap('key: "dtype" value { string_value: "auto" }', 'key: "dtype" value { string_value: "fp16" }'),
         Says("parameter", '"fp16"', "bfloat16"),
         "must be one of",
+    ),
+]
+MACHINE = [
+    Mistake(
+        "GPU where there is none",
+        "prepare",
+        swap("kind: KIND_CPU", "kind: KIND_GPU"),
+        Says("gpu", "kind: KIND_GPU", "KIND_AUTO"),
+        "no GPUs are available",
+    ),
+    Mistake(
+        "GPU that does not exist",
+        "prepare",
+        swap("kind: KIND_CPU", "kind: KIND_GPU gpus: [ 7 ]"),
+        Says("gpu", "kind: KIND_GPU", "KIND_AUTO"),
+        "specifies invalid or unsupported gpu id 7",
+    ),
+    Mistake(
+        "field that this server does not know",
+        ENSEMBLE,
+        swap("ensemble_scheduling {", "ensemble_scheduling {\n  max_inflight_requests: 8"),
+        Says("newer-field", "max_inflight_requests", "newer tritonserver"),
+        'has no field named "max_inflight_requests"',
+    ),
+    Mistake(
+        "backend that this server has not",
+        "prepare",
+        swap('backend: "python"', 'backend: "onnxruntime"'),
+        Says("backend", "onnxruntime", "python"),
+        "unable to find backend library",
+    ),
+    Mistake(
+        "checkpoint that is not there",
+        "prepare",
+        swap(
+            'key: "checkpoint" value { string_value: "auto" }', 'key: "checkpoint" value { string_value: "/no/such" }'
+        ),
+        Says("checkpoint", "/no/such", "diffusers' layout"),
+        "no such directory",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,20 @@ def test_a_mistake_is_found_at_its_line_and_nothing_else(repository: Path, mista
 def test_random_valid_edits_are_clean(repository: Path, seed: int) -> None:
     vary(repository, seed)
     assert check_repository(repository) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_text_makes_the_linter_itself_fail(repository: Path, seed: int) -> None:
+    """Pieces cut out, doubled and moved: it may say anything, and must say it."""
+    draw = random.Random(seed)
+    for file in repository.glob("*/config.pbtxt"):
+        text = file.read_text()
+        for _ in range(draw.randint(1, 3)):
+            start = draw.randrange(len(text))
+            piece = text[start : start + draw.choice([1, 5, 30, 300])]
+            into = draw.randrange(len(text))
+            text = draw.choice([text.replace(piece, "", 1), text[:into] + piece + text[into:]])
+        file.write_text(text)
+    for finding in check_repository(repository):
+        assert finding.message
+        assert finding.fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -11,7 +12,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ditpack.models.checkpoint import open_checkpoint
+from ditpack.tritonserver.check import check_repository, this_machine
+from ditpack.tritonserver.check.report import as_text, count
 from ditpack.tritonserver.launch import TritonServer
+from ditpack.tritonserver.launch.repository import find_repository
 from ditpack.tritonserver.launch.server import CACHE_BYTES, EXIT_TIMEOUT, READY_TIMEOUT
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,9 +62,11 @@ def serve(
 ) -> None:
     """Start tritonserver on a checkpoint and keep it running until Ctrl-C.
 
+    What `ditpack check` says about the model repository comes first; an error there means no start.
     One Ctrl-C lets the images in flight finish; a second one ends it at once.
     """
     began = time.monotonic()
+    _check(model_repository, checkpoint, tritonserver)
     server = TritonServer(
         model_repository,
         checkpoint,
@@ -92,6 +99,18 @@ def serve(
     finally:
         _ignore_signals()
         server.stop(timeout=0)
+
+
+def _check(model_repository: Path | None, checkpoint: str | None, tritonserver: Path | None) -> None:
+    """Say what the linter finds; its errors end the start here, before a server spends minutes on them."""
+    location = open_checkpoint(checkpoint).path
+    findings = check_repository(find_repository(model_repository), this_machine(tritonserver), str(location))
+    if findings:
+        print(as_text(findings), file=sys.stderr, flush=True)
+    errors = count(findings, "error")
+    if errors:
+        print(f"Not started: {errors} error{'s' if errors > 1 else ''} in the model repository.", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 class _Stop(BaseException):
