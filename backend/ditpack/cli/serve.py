@@ -59,6 +59,10 @@ def serve(
     exit_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that images in flight get to finish when the server is stopped.")
     ] = EXIT_TIMEOUT,
+    triton_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Passed to tritonserver as it is, --http-max-input-size=33554432 say; may be repeated."),
+    ] = None,
 ) -> None:
     """Start tritonserver on a checkpoint and keep it running until Ctrl-C.
 
@@ -79,6 +83,7 @@ def serve(
         tritonserver=tritonserver,
         cache_bytes=cache_mb * 2**20,
         exit_timeout=exit_timeout,
+        options=tuple(triton_option or ()),
     )
     for number in _STOPPING:
         signal.signal(number, _raise_stop)
