@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from mistakes import ENSEMBLE, Mistake, append, copied_repository, swap
+from mistakes import ENSEMBLE, Mistake, copied_repository, swap
 from mistakes_ensembles import MACHINE
 
-from ditpack.tritonserver.check import Finding, Machine, check_repository, machine_rules, this_machine
+from ditpack.models import checkpoint
+from ditpack.models.checkpoint import EMBEDDED, Checkpoint
+from ditpack.tritonserver.check import (
+    Finding,
+    Machine,
+    check_repository,
+    ditpack_rules,
+    machine_rules,
+    this_machine,
+)
 from ditpack.tritonserver.check.machine import gpu_memory
+from ditpack.tritonserver.check.repository import read_repository
 from ditpack.tritonserver.launch import ServeError
 from ditpack.tritonserver.launch.find import Installation
-from ditpack.tritonserver.launch.repository import find_repository
+from ditpack.tritonserver.launch.repository import find_repository, model_names
 
 GIB = 2**30
+CHECKPOINT = 'key: "checkpoint" value {{ string_value: "{}"'
 
 
 @pytest.fixture
@@ -70,6 +83,20 @@ def test_gpu_ids(repository: Path, server: Installation) -> None:
     assert check_repository(repository, Machine((80 * GIB,) * 3, 16 * GIB, server)) == []
 
 
+def test_gpu_ids_in_a_parameter(server: Installation) -> None:
+    """A parameter that holds devices by torch's names, whatever it is called."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Kind:
+        devices: tuple[str, ...] = ("cuda:0", "cuda:5")
+
+    (model,) = [m for m in read_repository(find_repository(None))[0].models.values() if m.name == "dit"]
+    settings = ditpack_rules.Settings(model, Kind, {"devices": Kind.devices})
+    found = only(list(machine_rules.check_devices({"dit": settings}, Machine((GIB, GIB), GIB, server))))
+    assert found.message == "GPU 5 does not exist; there are 2 GPUs here"
+    assert not list(machine_rules.check_devices({"dit": settings}, Machine((GIB,) * 6, GIB, server)))
+
+
 def test_a_newer_server_knows_newer_fields(repository: Path, server: Installation) -> None:
     edit(repository, ENSEMBLE, "ensemble_scheduling {", "ensemble_scheduling {\n  max_inflight_requests: 8")
     ngc = Installation(server.binary, server.backends, None)
@@ -104,13 +131,13 @@ class TestMemory:
         assert found.file == repository / "dit" / "config.pbtxt"
         assert "GPU 0, which has 4.0 GiB" in found.message
         # Six activations of 2 bytes a token and channel, and hardly any weights.
-        channels = json.loads((_embedded() / "transformer" / "config.json").read_text())
+        channels = json.loads((EMBEDDED / "transformer" / "config.json").read_text())
         width = channels["num_attention_heads"] * channels["attention_head_dim"]
         needed = float(found.message.partition("at least ")[2].partition(" GiB")[0])
         assert needed == pytest.approx(4194304 * 6 * 2 * width / GIB, abs=0.2)
 
     def test_weights_count_once_an_instance(self, repository: Path, server: Installation) -> None:
-        weights = sum(file.stat().st_size for file in _embedded().rglob("*.safetensors"))
+        weights = sum(file.stat().st_size for file in EMBEDDED.rglob("*.safetensors"))
         edit(repository, "dit", "kind: KIND_AUTO", "kind: KIND_AUTO count: 400")
         found = only(check_repository(repository, Machine((4 * GIB,), 16 * GIB, server)))
         assert found.rule == "memory"
@@ -119,15 +146,50 @@ class TestMemory:
 
 
 class TestFamilies:
-    def test_a_family_that_ditpack_does_not_know(self, repository: Path) -> None:
+    """``other`` is a checkpoint of a family that no ensemble serves."""
+
+    @pytest.fixture
+    def other(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        def open_checkpoint(location: str, weights: str) -> Checkpoint:
+            embedded = checkpoint.open_checkpoint("embedded")
+            if location != "other":
+                return embedded
+            return dataclasses.replace(embedded, path=Path("/models/other"), family="OtherPipeline")
+
+        monkeypatch.setattr(ditpack_rules, "open_checkpoint", open_checkpoint)
+        return "other"
+
+    @staticmethod
+    def state(repository: Path, families: str) -> None:
+        """Write the ensemble's parameter ``family``."""
         file = repository / ENSEMBLE / "config.pbtxt"
-        text = file.read_text()
-        if 'key: "family"' in text:
-            file.write_text(text.replace('"QwenImagePipeline"', '"QwenImagPipeline"'))
-        else:
-            file.write_text(append('parameters { key: "family" value { string_value: "QwenImagPipeline" } }')(text))
+        text, count = re.subn(r'(key: "family" value { string_value: )"[^"]*"', rf'\g<1>"{families}"', file.read_text())
+        assert count == 1
+        file.write_text(text)
+
+    def test_a_family_that_ditpack_does_not_know(self, repository: Path) -> None:
+        self.state(repository, "QwenImagePipeline QwenImagPipelin")
         found = only(check_repository(repository))
-        assert (found.rule, found.fix) == ("family", "Did you mean 'QwenImagePipeline'?")
+        assert (found.rule, found.message) == ("family", "ditpack knows no model family 'QwenImagPipelin'")
+        assert found.fix == "Did you mean 'QwenImagePipeline'?"
+
+    def test_a_part_from_a_checkpoint_of_another_family(
+        self, repository: Path, server: Installation, other: str
+    ) -> None:
+        self.state(repository, "QwenImagePipeline")
+        edit(repository, "vae_decoder", 'key: "checkpoint" value { string_value: "auto"', CHECKPOINT.format(other))
+        found = only(check_repository(repository, Machine((), 16 * GIB, server)))
+        assert (found.rule, found.file.parent.name) == ("family", "vae_decoder")
+        assert found.message == "/models/other is a OtherPipeline, and qwen_image serves a QwenImagePipeline"
+
+    def test_a_checkpoint_that_no_ensemble_serves(self, repository: Path, server: Installation, other: str) -> None:
+        self.state(repository, "QwenImagePipeline")
+        for name in model_names(repository):  # what other branches of the family tree there may be
+            if name not in (ENSEMBLE, "prepare", "text_encoder", "dit", "vae_decoder"):
+                shutil.rmtree(repository / name)
+        found = only(check_repository(repository, Machine((), 16 * GIB, server), other))
+        assert found.message == "no ensemble here serves /models/other, a OtherPipeline"
+        assert found.fix == "Name a checkpoint of the family QwenImagePipeline."
 
 
 def test_what_this_machine_is() -> None:
@@ -138,9 +200,3 @@ def test_what_this_machine_is() -> None:
     missing = this_machine("/no/such/tritonserver")
     assert missing.server is None
     assert missing.server_error is not None
-
-
-def _embedded() -> Path:
-    from ditpack.models.checkpoint import EMBEDDED
-
-    return EMBEDDED

@@ -22,6 +22,7 @@ def check(
         str | None,
         typer.Option(help="What serve will be given; without it $DITPACK_CHECKPOINT, else the embedded model."),
     ] = None,
+    weights: Annotated[str, typer.Option(help="Likewise: stored, random or auto.")] = "auto",
     configs_only: Annotated[
         bool, typer.Option(help="Look at the repository alone, not at checkpoints, GPUs, memory and the tritonserver.")
     ] = False,
@@ -42,7 +43,7 @@ def check(
         raise typer.Exit(2) from None
     shown = Path(os.path.relpath(path)) if not os.path.relpath(path).startswith("..") else path
     machine = None if configs_only else this_machine(tritonserver, gpus, gpu_gib)
-    findings = check_repository(path, machine, checkpoint)
+    findings = check_repository(path, machine, checkpoint, weights)
     errors, warnings = count(findings, "error"), count(findings, "warning")
     if json:
         typer.echo(as_json(path, findings))

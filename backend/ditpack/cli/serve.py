@@ -70,7 +70,7 @@ def serve(
     One Ctrl-C lets the images in flight finish; a second one ends it at once.
     """
     began = time.monotonic()
-    _check(model_repository, checkpoint, tritonserver)
+    _check(model_repository, checkpoint, weights, tritonserver)
     server = TritonServer(
         model_repository,
         checkpoint,
@@ -106,10 +106,11 @@ def serve(
         server.stop(timeout=0)
 
 
-def _check(model_repository: Path | None, checkpoint: str | None, tritonserver: Path | None) -> None:
+def _check(model_repository: Path | None, checkpoint: str | None, weights: str, tritonserver: Path | None) -> None:
     """Say what the linter finds; its errors end the start here, before a server spends minutes on them."""
-    location = open_checkpoint(checkpoint).path
-    findings = check_repository(find_repository(model_repository), this_machine(tritonserver), str(location))
+    opened = open_checkpoint(checkpoint, weights)
+    repository, machine = find_repository(model_repository), this_machine(tritonserver)
+    findings = check_repository(repository, machine, str(opened.path), opened.weights)
     if findings:
         print(as_text(findings), file=sys.stderr, flush=True)
     errors = count(findings, "error")

@@ -10,11 +10,12 @@ from ditpack.tritonserver.check.ditpack_rules import (
     check_parameters,
     open_checkpoints,
     read_settings,
+    served_models,
 )
 from ditpack.tritonserver.check.ensemble_rules import check_ensemble
 from ditpack.tritonserver.check.findings import Finding
 from ditpack.tritonserver.check.machine import Machine, this_machine
-from ditpack.tritonserver.check.machine_rules import check_machine, check_memory
+from ditpack.tritonserver.check.machine_rules import check_devices, check_machine, check_memory
 from ditpack.tritonserver.check.model_rules import check_model
 from ditpack.tritonserver.check.python_rules import check_python
 from ditpack.tritonserver.check.repository import read_repository
@@ -22,11 +23,13 @@ from ditpack.tritonserver.check.repository import read_repository
 __all__ = ["Finding", "Machine", "check_repository", "this_machine"]
 
 
-def check_repository(path: Path, machine: Machine | None = None, checkpoint: str | None = None) -> list[Finding]:
+def check_repository(
+    path: Path, machine: Machine | None = None, checkpoint: str | None = None, weights: str = "auto"
+) -> list[Finding]:
     """All findings about the repository at ``path``, by file and line.
 
-    Without ``machine`` only the repository itself is looked at; with one, the checkpoints too (``checkpoint`` is what
-    "auto" means; None: $DITPACK_CHECKPOINT or the embedded one), and whether the machine can run it all.
+    Without ``machine`` only the repository itself is looked at; with one, the checkpoints too, and whether the machine
+    can run it all. ``checkpoint`` and ``weights`` are what ``ditpack serve`` is given; see ``open_checkpoint``.
     """
     repository, findings = read_repository(path)
     settings = {}
@@ -41,9 +44,11 @@ def check_repository(path: Path, machine: Machine | None = None, checkpoint: str
         findings += check_ensemble(repository, ensemble)
     findings += check_agreement(repository, settings)
     if machine is not None:
-        checkpoints, missing = open_checkpoints(settings, checkpoint)
+        checkpoints, missing = open_checkpoints(settings, checkpoint, weights)
         findings += missing
         findings += check_families(repository, settings, checkpoints)
         findings += check_machine(repository, machine)
-        findings += check_memory(settings, checkpoints, machine)
+        findings += check_devices(settings, machine)
+        served = {name: settings[name] for name in served_models(repository, settings, checkpoints)}
+        findings += check_memory(served, checkpoints, machine)
     return sorted(set(findings), key=lambda found: (str(found.file), found.line, found.column, found.message))

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ditpack.models.checkpoint import FAMILIES, Checkpoint, CheckpointError, open_checkpoint
+from ditpack.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from ditpack.models.families import FAMILIES
 from ditpack.tritonserver.check.doors import settings_kind
 from ditpack.tritonserver.check.findings import Finding, did_you_mean
 from ditpack.tritonserver.check.positions import Node
@@ -70,11 +71,11 @@ def steps_of(ensemble: Model, settings: Mapping[str, Settings]) -> list[Settings
 def check_agreement(repository: Repository, settings: Mapping[str, Settings]) -> Iterator[Finding]:
     """What the models of one ensemble must agree on."""
     for ensemble in repository.ensembles:
-        family = ensemble.config.parameters.get(_FAMILY)
-        if family is not None and family.string_value not in FAMILIES:
-            node = ensemble.where.entry("parameters", _FAMILY).at("value", "string_value")
-            message = f"ditpack knows no model family {family.string_value!r}"
-            yield ensemble.finding(node, "family", message, did_you_mean(family.string_value, FAMILIES))
+        for family in _stated_families(ensemble):
+            if family not in FAMILIES:
+                node = ensemble.where.entry("parameters", _FAMILY).at("value", "string_value")
+                message = f"ditpack knows no model family {family!r}"
+                yield ensemble.finding(node, "family", message, did_you_mean(family, FAMILIES))
         limited = [step for step in steps_of(ensemble, settings) if _SHARED in step.values]
         for step in limited[1:]:
             first, value = limited[0].values[_SHARED], step.values[_SHARED]
@@ -85,57 +86,88 @@ def check_agreement(repository: Repository, settings: Mapping[str, Settings]) ->
 
 
 def open_checkpoints(
-    settings: Mapping[str, Settings], default: str | None
+    settings: Mapping[str, Settings], default: str | None, weights: str
 ) -> tuple[dict[str, Checkpoint], list[Finding]]:
-    """Model name → its checkpoint, and a finding for each one that cannot be served. ``default`` replaces "auto"."""
-    opened: dict[str, Checkpoint | CheckpointError] = {}
+    """Model name → its checkpoint, and a finding for each one that cannot be served.
+
+    ``default`` and ``weights`` stand for the values "auto" of the parameters ``checkpoint`` and ``weights``.
+    """
+    opened: dict[tuple[str, str], Checkpoint | CheckpointError] = {}
     checkpoints: dict[str, Checkpoint] = {}
     findings: list[Finding] = []
     for name, step in settings.items():
-        location = step.values.get("checkpoint")
+        location, wanted = step.values.get("checkpoint"), step.values.get("weights", "auto")
         if location is None:
             continue
-        location = default or "auto" if location == "auto" else location
-        if location not in opened:
+        key = (default or "auto" if location == "auto" else location, weights if wanted == "auto" else wanted)
+        first = key not in opened
+        if first:
             try:
-                opened[location] = open_checkpoint(location)
+                opened[key] = open_checkpoint(*key)
             except CheckpointError as error:
-                opened[location] = error
-        result = opened[location]
+                opened[key] = error
+        result = opened[key]
         if isinstance(result, Checkpoint):
             checkpoints[name] = result
-        elif location not in ("auto", default) or not findings:  # the common one is reported once
+        elif first:  # the models that share it share its fault
             fix = "Name a directory in diffusers' layout, or embedded for the small model inside ditpack."
             findings.append(step.model.finding(step.where("checkpoint"), "checkpoint", str(result), fix))
     return checkpoints, findings
 
 
+def served_models(
+    repository: Repository, settings: Mapping[str, Settings], checkpoints: Mapping[str, Checkpoint]
+) -> set[str]:
+    """The ditpack models that ``ditpack serve`` loads: all but those of ensembles that it leaves out alone."""
+    used: set[str] = set()
+    left_out: set[str] = set()
+    for ensemble in repository.ensembles:
+        names = {step.model.name for step in steps_of(ensemble, settings)}
+        (left_out if _other_family(ensemble, settings, checkpoints) else used).update(names)
+    return set(settings) - (left_out - used)
+
+
+def _stated_families(ensemble: Model) -> list[str]:
+    stated = ensemble.config.parameters.get(_FAMILY)
+    return stated.string_value.split() if stated is not None else []
+
+
+def _other_family(ensemble: Model, settings: Mapping[str, Settings], checkpoints: Mapping[str, Checkpoint]) -> bool:
+    """Whether the ensemble states its families, and the checkpoint that its models are left to is of another."""
+    stated = _stated_families(ensemble)
+    steps = [step for step in steps_of(ensemble, settings) if step.model.name in checkpoints]
+    return (
+        bool(stated)
+        and bool(steps)
+        and all(step.values["checkpoint"] == "auto" for step in steps)
+        and all(checkpoints[step.model.name].family not in stated for step in steps)
+    )
+
+
 def check_families(
     repository: Repository, settings: Mapping[str, Settings], checkpoints: Mapping[str, Checkpoint]
 ) -> Iterator[Finding]:
-    """One ensemble, one family: that of its parameter ``family``, or else of its first model's checkpoint."""
-    served, others = False, []
+    """The checkpoints of one ensemble are of the families in its parameter ``family``, or else of the first's."""
+    left_out = [ensemble for ensemble in repository.ensembles if _other_family(ensemble, settings, checkpoints)]
+    served = False
     for ensemble in repository.ensembles:
         steps = [step for step in steps_of(ensemble, settings) if step.model.name in checkpoints]
-        if not steps:
+        if not steps or ensemble in left_out:
             continue
-        stated = ensemble.config.parameters.get(_FAMILY)
-        family = stated.string_value if stated is not None else checkpoints[steps[0].model.name].family
-        if stated is not None and all(
-            step.values["checkpoint"] == "auto" and checkpoints[step.model.name].family != family for step in steps
-        ):
-            others.append((ensemble, family, checkpoints[steps[0].model.name]))
-            continue  # `ditpack serve` leaves it out
         served = True
+        families = _stated_families(ensemble) or [checkpoints[steps[0].model.name].family]
         for step in steps:
             checkpoint = checkpoints[step.model.name]
-            if checkpoint.family != family:
-                message = f"{checkpoint.path} is a {checkpoint.family}, and {ensemble.name} serves a {family}"
-                fix = f"Name a checkpoint of the family {family}."
+            if checkpoint.family not in families:
+                names = " or ".join(families)
+                message = f"{checkpoint.path} is a {checkpoint.family}, and {ensemble.name} serves a {names}"
+                fix = f"Name a checkpoint of the family {names}."
                 yield step.model.finding(step.where("checkpoint"), "family", message, fix)
-    if others and not served:
-        ensemble, _, checkpoint = others[0]
+    if left_out and not served:
+        ensemble = left_out[0]
+        checkpoint = checkpoints[steps_of(ensemble, settings)[0].model.name]
         node = ensemble.where.entry("parameters", _FAMILY).at("value", "string_value")
         message = f"no ensemble here serves {checkpoint.path}, a {checkpoint.family}"
-        fix = f"Name a checkpoint of the family {' or '.join(sorted({family for _, family, _ in others}))}."
+        all_families = sorted({family for other in left_out for family in _stated_families(other)})
+        fix = f"Name a checkpoint of the family {' or '.join(all_families)}."
         yield ensemble.finding(node, "family", message, fix)

@@ -14,6 +14,7 @@ from ditpack.models.checkpoint import Checkpoint, find_weights
 from ditpack.tritonserver.check.ditpack_rules import Settings
 from ditpack.tritonserver.check.findings import Finding, did_you_mean
 from ditpack.tritonserver.check.machine import Machine
+from ditpack.tritonserver.check.positions import Node
 from ditpack.tritonserver.check.repository import Model, Repository
 from ditpack.tritonserver.launch.interpreter import require_libpython
 from ditpack.tritonserver.launch.serve_error import ServeError
@@ -27,6 +28,8 @@ _COMPONENTS = {
     "VaeDecoderSettings": "vae",
     "VaeEncoderSettings": "vae",
 }
+_NO_GPU = "no GPU here that CUDA can see"
+_DESCRIBED = "--gpus N describes another machine's"
 _OWN_STUB = "triton_python_backend_stub"
 
 
@@ -81,19 +84,34 @@ def _newer_fields(model: Model, machine: Machine) -> Iterator[Finding]:
 
 def _gpus(model: Model, machine: Machine) -> Iterator[Finding]:
     have = len(machine.gpus)
-    there = f"{have} GPU{'s' if have != 1 else ''} here" if have else "no GPU here that CUDA can see"
-    described = "--gpus N describes another machine's"
     for index, group in enumerate(model.config.instance_group):
         node = model.where.at("instance_group", index)
         if group.kind == ModelInstanceGroup.KIND_GPU and not have:
-            fix = f"KIND_AUTO takes a GPU where there is one; {described}."
-            yield model.finding(node.at("kind"), "gpu", f"KIND_GPU, and there is {there}", fix)
+            message, fix = (
+                f"KIND_GPU, and there is {_NO_GPU}",
+                f"KIND_AUTO takes a GPU where there is one; {_DESCRIBED}.",
+            )
+            yield model.finding(node.at("kind"), "gpu", message, fix)
         elif group.kind in (ModelInstanceGroup.KIND_GPU, ModelInstanceGroup.KIND_AUTO):
             for place, gpu in enumerate(group.gpus):
                 if not 0 <= gpu < have:
-                    message = f"GPU {gpu} does not exist; there {'are' if have > 1 else 'is'} {there}"
-                    fix = f"Name a GPU from 0 to {have - 1}" if have else "Leave gpus out"
-                    yield model.finding(node.at("gpus", place), "gpu", message, f"{fix}; {described}.")
+                    yield _no_such_gpu(model, node.at("gpus", place), gpu, have)
+
+
+def check_devices(settings: Mapping[str, Settings], machine: Machine) -> Iterator[Finding]:
+    """GPUs that a model is told to take by a parameter, which holds torch's names for them."""
+    for step in settings.values():
+        for name, value in step.values.items():
+            devices = value if isinstance(value, tuple) else ()
+            for gpu in [int(device.removeprefix("cuda:")) for device in devices if str(device).startswith("cuda:")]:
+                if gpu >= len(machine.gpus):
+                    yield _no_such_gpu(step.model, step.where(name), gpu, len(machine.gpus))
+
+
+def _no_such_gpu(model: Model, node: Node, gpu: int, have: int) -> Finding:
+    there = f"{'are' if have > 1 else 'is'} {have} GPU{'s' if have > 1 else ''} here" if have else f"is {_NO_GPU}"
+    fix = f"Name a GPU from 0 to {have - 1}" if have else "Leave it out"
+    return model.finding(node, "gpu", f"GPU {gpu} does not exist; there {there}", f"{fix}; {_DESCRIBED}.")
 
 
 def check_memory(
@@ -109,7 +127,7 @@ def check_memory(
     for name, step in settings.items():
         if name not in checkpoints:
             continue
-        for place, count in _instances(step.model, machine):
+        for place, count in _instances(step, machine):
             size = count * _bytes(step, checkpoints[name], on_gpu=place is not None)
             needed[place] += size
             if place not in largest or size > largest[place][0]:
@@ -125,27 +143,31 @@ def check_memory(
             yield step.model.finding(step.where(name), "memory", f"all models together {message}", fix, "warning")
 
 
-def _instances(model: Model, machine: Machine) -> Iterator[tuple[int | None, int]]:
-    """(GPU or None, how many instances there) of every instance group; a KIND_MODEL places its devices itself."""
+def _instances(step: Settings, machine: Machine) -> Iterator[tuple[int | None, int]]:
+    """(GPU or None, how many instances there) of every instance group."""
     every = range(len(machine.gpus))
-    groups = list(model.config.instance_group)
+    groups = list(step.model.config.instance_group)
     if not groups:
         yield from ((gpu, 1) for gpu in every or (None,))
     for group in groups:
-        if group.kind == ModelInstanceGroup.KIND_CPU or not every:
+        if group.kind == ModelInstanceGroup.KIND_MODEL:  # a whole copy on each of its devices
+            devices = step.values.get("devices") or ()
+            gpus = [int(device.removeprefix("cuda:")) for device in devices if device.startswith("cuda:")]
+            yield from ((gpu, 1) for gpu in gpus if gpu in every)
+        elif group.kind == ModelInstanceGroup.KIND_CPU or not every:
             yield None, max(1, group.count)
-        elif group.kind != ModelInstanceGroup.KIND_MODEL:
+        else:
             yield from ((gpu, max(1, group.count)) for gpu in group.gpus or every if gpu in every)
 
 
 def _bytes(step: Settings, checkpoint: Checkpoint, on_gpu: bool) -> int:
     component = _COMPONENTS.get(step.kind.__name__)
-    if component is None:
+    if component is None or not (checkpoint.path / component).is_dir():
         return 0
     dtype = step.values["dtype"]
     width = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
     stored = 1 if step.values.get("quantization") == "fp8" else width
-    total = _elements(checkpoint.path / component) * stored
+    total = _elements(checkpoint.path / component) * stored if checkpoint.weights == "stored" else 0
     if step.values.get("token_budget"):
         config = checkpoint.transformer_config
         hidden = config.get("num_attention_heads", 0) * config.get("attention_head_dim", 0)

@@ -13,8 +13,8 @@ from ditpack.models.checkpoint import WEIGHTS_VARIABLE, Checkpoint
 from ditpack.tritonserver.launch.find import Installation
 from ditpack.tritonserver.launch.interpreter import bin_directory, require_libpython
 
-# APIs that no client of an image server needs, locked with a key that nobody has: they load and unload models (which ones
-# run is decided here), map the host's shared memory, and change what is traced and logged.
+# APIs that no client of an image server needs, locked with a key that nobody has: they load and unload models (which
+# ones run is decided here), map the host's shared memory, and change what is traced and logged.
 _LOCKED = "model-repository,shared-memory,trace,logging"
 
 
