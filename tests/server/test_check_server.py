@@ -24,6 +24,7 @@ from server_tools import REQUIRE_SERVER, SHARED_MEMORY, TIMEOUT, wait_until
 from tritonclient.utils import InferenceServerException
 from valid_edits import read, rebatch, rewire, write
 
+from ditpack.models.checkpoint import open_checkpoint
 from ditpack.tritonserver.launch import ServeError
 from ditpack.tritonserver.launch.find import find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
@@ -88,7 +89,7 @@ def loader(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             ],
             stdout=output,
             stderr=output,
-            env=environment(installation, directory, tiny_checkpoint, os.environ),
+            env=environment(installation, directory, open_checkpoint(tiny_checkpoint), os.environ),
         )
     client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{ports['--grpc-port']}")
     try:
