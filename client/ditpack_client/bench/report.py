@@ -15,8 +15,8 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One level of load. Times in seconds; ``arrived`` is what perf_analyzer sent a second, ``queued`` the mean time of an
-    image in Triton's queues, all models together, ``pack`` and ``tokens`` the means of a step; 0 without metrics."""
+    """One level of load. Times in seconds; ``arrived`` is what perf_analyzer sent a second, ``queued`` the mean time of
+    an image in Triton's queues, all models together, ``pack`` and ``tokens`` the means of a step; 0 without metrics."""
 
     load: str
     requests: int
