@@ -36,7 +36,8 @@ class GenerationError(Exception):
     Attributes:
         code: INVALID_ARG (the request is wrong; do not send it again), UNAVAILABLE (no server, or it is full or
             stopping; a retry may help), CANCELLED (cancelled, or its own deadline passed), TIMEOUT (no answer within
-            the client's ``timeout``), NOT_FOUND (no such model), UNSUPPORTED or INTERNAL.
+            the client's ``timeout``), NOT_FOUND (no such model), WITHHELD (made, and kept back by a filter in the
+            ensemble), UNSUPPORTED or INTERNAL.
         message: one plain sentence.
     """
 

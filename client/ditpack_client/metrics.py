@@ -1,4 +1,4 @@
-"""The engine's counters, read from a server's Prometheus endpoint."""
+"""The engine's and Triton's counters, read from a server's Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # straight there, as the HTTP client goes
-_SAMPLE = re.compile(r"^(ditpack_\w+)(?:\{.*\})? (\S+)")
+_SAMPLE = re.compile(r"^((?:ditpack|nv_inference|nv_cache)_\w+)(?:\{.*\})? (\S+)")
 _POLL_SECONDS = 0.4
 
 
 def read_metrics(url: str, timeout: float = 2.0) -> dict[str, float]:
-    """ditpack's metrics by name, summed over their labels; empty where the endpoint does not answer.
+    """ditpack's metrics and Triton's by name, summed over their labels; empty where the endpoint does not answer.
 
     ``url`` is "http://host:8002", with or without "/metrics".
     """

@@ -132,7 +132,8 @@ def decode(tensors: Tensors, request: ImageRequest, model: str) -> ImageResult:
     """The image, seed and information of an answer.
 
     Raises:
-        GenerationError: INTERNAL when the answer is not what the wire table says.
+        GenerationError: WITHHELD when a filter in the ensemble kept the picture back; INTERNAL when the answer is not
+            what the wire table says.
     """
     output_format = request.get("output_format") or "png"
     seed = int(_output(tensors, "SEED_USED").item())
@@ -140,6 +141,9 @@ def decode(tensors: Tensors, request: ImageRequest, model: str) -> ImageResult:
         info = json.loads(_output(tensors, "INFO").item())
     except ValueError as error:
         raise GenerationError("INTERNAL", f"the server's INFO is no JSON: {error}") from None
+    reason = info.get("finish_reason", "stop")
+    if reason != "stop":
+        raise GenerationError("WITHHELD", f"the server made the picture and withholds it: {reason}")
     if output_format == "raw":
         return ImageResult(Image.fromarray(_output(tensors, "PIXELS")), seed, info, b"", output_format, model)
     data = bytes(_output(tensors, "IMAGE").item())

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from server_tools import metric
 from tools.perf_analyzer import PerfAnalyzer, find_or_fetch
+from typer.testing import CliRunner
 
+from ditpack.cli.app import build_app
 from ditpack.tritonserver.launch import TritonServer
 
 pytestmark = pytest.mark.server
@@ -61,3 +63,23 @@ def measure(
     assert len(requests) >= REQUESTS
     assert all(request["response_timestamps"] for request in requests)
     assert metric(server, "ditpack_shared_steps_total") > shared, "four at a time, and no step was shared"
+
+
+def test_ditpack_bench(
+    server: TritonServer, perf_analyzer: PerfAnalyzer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep against the real server: its metrics and the pictures' times are in the results."""
+    for name, value in perf_analyzer.environment.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["bench", "--server", server.http_url, "--metrics", server.metrics_url, "--sizes", "64x64,96x64"]
+    arguments += ["--steps", "4", "--concurrency", "1,4", "--requests", "12", "-o", str(tmp_path)]
+    arguments += ["--perf-analyzer", str(perf_analyzer.binary)]
+    result = CliRunner().invoke(build_app(arguments), arguments)
+    assert result.exit_code == 0, result.output
+    alone, four = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (alone["requests"], four["requests"]) == (12, 12)
+    assert alone["pack"] == 1.0
+    assert four["pack"] > 1.0, "four at a time, and no step was shared"
+    assert four["metrics"]["ditpack_requests_total"] >= 12
+    assert four["metrics"]["nv_inference_request_success"] >= 12
+    assert (tmp_path / "results.png").stat().st_size > 10_000

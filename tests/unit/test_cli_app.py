@@ -27,7 +27,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     result = ditpack_command("--help", prelude=report)
     assert result.returncode == 0, result.stderr
     text, _, modules = result.stdout.partition("MODULES")
-    for name in ("serve", "generate", "demo", "make-checkpoint"):
+    for name in ("serve", "check", "generate", "bench", "demo", "make-checkpoint"):
         assert name in text
     heavy = {"torch", "numpy", "pydantic", "diffusers", "tritonclient", "ditpack_client", "ditpack.cli.serve"}
     assert not heavy & set(modules.split())

@@ -183,6 +183,8 @@ def test_what_is_not_asked_for_is_not_made(models: dict[str, FakeModel], monkeyp
     for names in (["INFO"], ["PIXELS"], ["PIXELS", "INFO"]):
         (answer,) = vae.infer(vae.request(latents, names))
         assert sorted(answer.outputs) == sorted(names)
+        if "PIXELS" in names:
+            assert answer.outputs["PIXELS"].size > 0, "without IMAGE they are what a next step goes on with"
     (answer,) = vae.infer(vae.request(latents))
     assert answer.code == "INTERNAL"
     assert "nobody asked" not in answer.message

@@ -305,14 +305,14 @@ class TestPreparing:
             "--backend-config=python,shm-region-prefix-name=ditpack_ab_",
         } < set(command)
 
-    def test_the_model_control_api_is_locked(self) -> None:
+    def test_what_clients_have_no_use_for_is_locked(self) -> None:
         """With a key of its own a server, which is told to nobody."""
         server = Installation(Path("tritonserver"), None, None)
         locks = [
             {option for option in command_line(server, self.settings()) if "restricted" in option} for _ in range(2)
         ]
         assert len(locks[0] | locks[1]) == 4
-        assert all("=model-repository:ditpack=" in lock for lock in locks[0])
+        assert all("=model-repository,shared-memory,trace,logging:ditpack=" in lock for lock in locks[0])
 
     def test_a_server_that_knows_its_own_directories(self) -> None:
         command = command_line(Installation(Path("tritonserver"), None, None), self.settings())

@@ -28,8 +28,10 @@ class Command:
 
 COMMANDS = {
     "serve": Command("ditpack.cli.serve:serve", "Start tritonserver on a checkpoint (the embedded one by default)."),
+    "check": Command("ditpack.cli.check:check", "Say what is wrong with a model repository, before a server does."),
     "generate": Command("ditpack_client.cli:generate", "Ask a running server for images."),
     "edit": Command("ditpack_client.cli:edit", "Ask a running server to edit images."),
+    "bench": Command("ditpack_client.bench.command:bench", "Load-test a running server with perf_analyzer."),
     "demo": Command("ditpack_client.demo:demo", "Serve the embedded model and make a sheet of images with it."),
     "make-checkpoint": Command("ditpack.cli.make_checkpoint:make_checkpoint", "Write a small random checkpoint."),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -11,7 +12,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ditpack.models.checkpoint import open_checkpoint
+from ditpack.tritonserver.check import check_repository, this_machine
+from ditpack.tritonserver.check.report import as_text, count
 from ditpack.tritonserver.launch import TritonServer
+from ditpack.tritonserver.launch.repository import find_repository
 from ditpack.tritonserver.launch.server import CACHE_BYTES, EXIT_TIMEOUT, READY_TIMEOUT
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,12 +59,18 @@ def serve(
     exit_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that images in flight get to finish when the server is stopped.")
     ] = EXIT_TIMEOUT,
+    triton_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Passed to tritonserver as it is, --http-max-input-size=33554432 say; may be repeated."),
+    ] = None,
 ) -> None:
     """Start tritonserver on a checkpoint and keep it running until Ctrl-C.
 
+    What `ditpack check` says about the model repository comes first; an error there means no start.
     One Ctrl-C lets the images in flight finish; a second one ends it at once.
     """
     began = time.monotonic()
+    _check(model_repository, checkpoint, weights, tritonserver)
     server = TritonServer(
         model_repository,
         checkpoint,
@@ -72,6 +83,7 @@ def serve(
         tritonserver=tritonserver,
         cache_bytes=cache_mb * 2**20,
         exit_timeout=exit_timeout,
+        options=tuple(triton_option or ()),
     )
     for number in _STOPPING:
         signal.signal(number, _raise_stop)
@@ -92,6 +104,19 @@ def serve(
     finally:
         _ignore_signals()
         server.stop(timeout=0)
+
+
+def _check(model_repository: Path | None, checkpoint: str | None, weights: str, tritonserver: Path | None) -> None:
+    """Say what the linter finds; its errors end the start here, before a server spends minutes on them."""
+    opened = open_checkpoint(checkpoint, weights)
+    repository, machine = find_repository(model_repository), this_machine(tritonserver)
+    findings = check_repository(repository, machine, str(opened.path), opened.weights)
+    if findings:
+        print(as_text(findings), file=sys.stderr, flush=True)
+    errors = count(findings, "error")
+    if errors:
+        print(f"Not started: {errors} error{'s' if errors > 1 else ''} in the model repository.", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 class _Stop(BaseException):

@@ -141,6 +141,21 @@ class VaeDecoderSettings:
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
 
 
+def parse_parameter(kind: type[Any], name: str, text: str) -> Any:
+    """The value of one parameter of ``kind``, a dataclass above. The linter and the models share this rule.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    known = {field.name: field.metadata for field in dataclasses.fields(kind)}
+    if name not in known:
+        raise ValueError(f"unknown parameter; known are {', '.join(sorted(known))}")
+    try:
+        return known[name]["parse"](text)
+    except ValueError:
+        raise ValueError(known[name]["allowed"]) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One model instance, as Triton describes it to ``initialize``."""
@@ -175,16 +190,13 @@ class Instance:
         Raises:
             ParameterError: naming the model, the parameter, its value and what is allowed.
         """
-        known = {field.name: field.metadata for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         values = {}
         for name, entry in self.config.get("parameters", {}).items():
             text = entry["string_value"]
-            if name not in known:
-                raise ParameterError(self.model, name, text, f"unknown parameter; known are {', '.join(sorted(known))}")
             try:
-                values[name] = known[name]["parse"](text)
-            except ValueError:
-                raise ParameterError(self.model, name, text, known[name]["allowed"]) from None
+                values[name] = parse_parameter(kind, name, text)
+            except ValueError as error:
+                raise ParameterError(self.model, name, text, str(error)) from None
         return kind(**values)
 
     def torch_target(self, dtype: str) -> tuple[torch.device, torch.dtype]:

@@ -113,7 +113,8 @@ class VaeDecoderDoor:
         item.info["decode_ms"] = round((now - arrived_ns) / 1e6, 3)
         values = {
             "IMAGE": text(image),
-            "PIXELS": pixels if item.request.output_format == "raw" else _NO_PIXELS,
+            # An ensemble with a step behind this one maps PIXELS and no IMAGE; then they are what it goes on with.
+            "PIXELS": pixels if item.request.output_format == "raw" or "IMAGE" not in item.requested else _NO_PIXELS,
             "INFO": text(json.dumps(item.info)),
         }
         response = self._outputs.response(values, item.requested)

@@ -13,6 +13,10 @@ from ditpack.models.checkpoint import WEIGHTS_VARIABLE, Checkpoint
 from ditpack.tritonserver.launch.find import Installation
 from ditpack.tritonserver.launch.interpreter import bin_directory, require_libpython
 
+# APIs that no client of an image server needs, locked with a key that nobody has: they load and unload models (which
+# ones run is decided here), map the host's shared memory, and change what is traced and logged.
+_LOCKED = "model-repository,shared-memory,trace,logging"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -73,15 +77,14 @@ def environment(
 
 def command_line(installation: Installation, settings: Settings) -> list[str]:
     """tritonserver's arguments."""
-    key = secrets.token_hex(16)
+    locked = f"{_LOCKED}:ditpack={secrets.token_hex(16)}"
     command = [
         str(installation.binary),
         f"--model-repository={settings.repository}",
         "--model-control-mode=explicit",
         *(f"--load-model={model}" for model in settings.models),
-        # Which models run is decided here: the API that could load and unload them is locked with a key nobody has.
-        f"--http-restricted-api=model-repository:ditpack={key}",
-        f"--grpc-restricted-protocol=model-repository:ditpack={key}",
+        f"--http-restricted-api={locked}",
+        f"--grpc-restricted-protocol={locked}",
         # The configs are complete; completing them would import every model.py in a process of its own first.
         "--disable-auto-complete-config",
         f"--http-address={settings.host}",

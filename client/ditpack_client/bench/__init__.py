@@ -1,0 +1,1 @@
+"""``ditpack bench``: perf_analyzer against a running server, with image requests and windows that fit them."""
