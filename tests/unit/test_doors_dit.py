@@ -59,6 +59,7 @@ def new_dit(engine: Any, admission_timeout_s: float = 30.0) -> FakeModel:
     outputs = Outputs(Instance.from_args(triton_args("dit")).config)
     door = DitDoor(
         engine,
+        None,
         partial(resolve_json, limits=LIMITS, resolver=resolve),
         QwenImageSampler.conditioning,
         admission_timeout_s,

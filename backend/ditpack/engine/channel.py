@@ -11,6 +11,7 @@ directory that only this user may enter, and whoever knows a request's id may wa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -19,18 +20,20 @@ import socket
 import socketserver
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ditpack.engine.engine import Engine
-from ditpack.engine.job import Progress
+if TYPE_CHECKING:  # the models that only ask need no torch
+    from ditpack.engine.engine import Engine
+    from ditpack.engine.job import Progress
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "DITPACK_RUN_DIR"
 _CONNECTIONS = 256  # at a time; one a watched request
-_LONGEST_LINE = 4096  # bytes
+_LONGEST_LINE = 4096  # bytes, of a command
+_LONGEST_ANSWER = 16 * 2**20  # bytes; a preview is a few ten thousand
 _ASK_S = 10.0  # for a short answer
 
 
@@ -108,7 +111,7 @@ def _answers(engine: Engine, command: dict[str, Any], picture: Callable[[Any], s
                 line = _line(progress)
                 if progress.preview is not None and progress.preview[0] > shown:
                     shown, latents = progress.preview
-                    line["preview"] = picture(latents())
+                    line |= {"preview_step": shown, "preview": picture(latents())}
                 yield line
 
 
@@ -143,6 +146,29 @@ def cancel(directory: Path, request_id: str) -> bool:
     """Tell every engine there; whether one had the request."""
     answers = [ask(path, {"do": "cancel", "id": request_id}) for path in sockets(directory)]
     return any(answer["found"] for answer in answers if answer)
+
+
+def status(directory: Path) -> list[dict[str, Any]]:
+    """What each engine there says of itself, with its name; one that does not answer is not healthy."""
+    silent = {"healthy": False, "active": 0, "waiting": 0}
+    return [{"name": path.stem, **(ask(path, {"do": "status"}) or silent)} for path in sockets(directory)]
+
+
+async def watch(path: Path, request_id: str, wait_s: float, preview_every: int) -> AsyncIterator[dict[str, Any]]:
+    """What one engine has to say of a request, until it ends; nothing when it never gets it or is gone."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(path), limit=_LONGEST_ANSWER)
+    except OSError:
+        return
+    try:
+        command = {"do": "watch", "id": request_id, "wait_s": wait_s, "preview_every": preview_every}
+        writer.write(json.dumps(command).encode() + b"\n")
+        while line := await reader.readline():
+            yield json.loads(line)
+    except OSError:
+        return
+    finally:
+        writer.close()
 
 
 def drain(directory: Path, timeout: float) -> bool:

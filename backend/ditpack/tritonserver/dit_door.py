@@ -26,6 +26,7 @@ from ditpack.tritonserver.tensors import Outputs, read_array, read_bytes, text
 if TYPE_CHECKING:
     import torch
 
+    from ditpack.engine.channel import EngineChannel
     from ditpack.engine.engine import Engine
     from ditpack.engine.job import Job, Result
 
@@ -37,6 +38,7 @@ class DitDoor:
     def __init__(
         self,
         engine: Engine,
+        channel: EngineChannel | None,
         resolve: Callable[[bytes], Request],
         conditioning: Callable[[Any, Callable[[str], torch.Tensor]], Any],
         admission_timeout_s: float,
@@ -45,6 +47,7 @@ class DitDoor:
         metrics: StepMetrics,
     ) -> None:
         self._engine = engine
+        self._channel = channel
         self._resolve = resolve
         self._conditioning = conditioning
         self._admission_timeout_s = admission_timeout_s
@@ -64,9 +67,11 @@ class DitDoor:
         settings = instance.settings(DitSettings)
         dit_devices.check_kind(instance, settings)
 
+        from ditpack.engine.channel import EngineChannel, run_directory
         from ditpack.engine.engine import Engine
         from ditpack.models.checkpoint import open_checkpoint
         from ditpack.models.families import FAMILIES
+        from ditpack.models.preview import PreviewMaker
         from ditpack.sampling.knee import default_token_budget
 
         checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
@@ -82,6 +87,7 @@ class DitDoor:
         outputs = Outputs(instance.config)
         return cls(
             engine,
+            EngineChannel(engine, run_directory(), instance.name, PreviewMaker(checkpoint)),
             partial(resolve_json, limits=limits, resolver=FAMILIES[checkpoint.family].resolver),
             sampler.conditioning,
             settings.admission_timeout_s,
@@ -120,6 +126,8 @@ class DitDoor:
     def finalize(self) -> None:
         """Finish what is in flight for a bounded time, fail the rest, end the engine's threads and its workers."""
         self._engine.close(_DRAIN_S)
+        if self._channel is not None:
+            self._channel.close()
 
     def is_ready(self) -> bool:
         """Whether new requests are taken; Triton asks from 26.03 on."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import triton_python_backend_utils as pb_utils
 
-from ditpack.errors import DitpackError
+from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
 
 # DitpackError.code, also the name of Triton's code → the outcome's name in `ditpack_requests_total` and in the log.
 # Triton's own constants are looked up late: while model.py is imported, pb_utils does not have them yet.
@@ -23,3 +25,32 @@ def triton_error(error: Exception) -> pb_utils.TritonError:
 def outcome(error: Exception) -> str:
     """``invalid``, ``cancelled``, ``unavailable`` or ``failed``."""
     return _OUTCOMES[error.code] if isinstance(error, DitpackError) else "failed"
+
+
+class _Passed(DitpackError):
+    """An error of another model, on its way through this one."""
+
+    code = "INVALID_ARG"
+
+
+def error_of(answer: pb_utils.TritonError) -> DitpackError:
+    """The error that another of our models answered with.
+
+    Before 25.04 Triton turns every code into INTERNAL on the way through BLS; then the words tell which it was.
+    """
+    message = _PREFIX.sub("", answer.message())
+    code = answer.code()
+    for name, kind in (("CANCELLED", Cancelled), ("UNAVAILABLE", Unavailable), ("INVALID_ARG", _Passed)):
+        if code == getattr(pb_utils.TritonError, name) or _WORDS[name].search(message):
+            return kind(message)
+    return GenerationFailed(message)
+
+
+_PREFIX = re.compile(r"^(in ensemble '[^']*', ?)+")
+_WORDS = {
+    "CANCELLED": re.compile(r"^cancelled by |^DEADLINE_MS = \d+: the deadline passed"),
+    "UNAVAILABLE": re.compile(
+        r"^full: |stayed full|shutting down|engine stopped|maximum queue size|timeout expired|is not ready"
+    ),
+    "INVALID_ARG": re.compile(r"^[A-Z_]+ = "),
+}

@@ -157,6 +157,18 @@ def parse_parameter(kind: type[Any], name: str, text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamSettings:
+    ensemble: str = _words("qwen_image")
+    # Read before the model is loaded, to decide whether it is.
+    family: str = _words("QwenImagePipeline QwenImageEditPipeline QwenImageEditPlusPipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """None."""
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
     """One model instance, as Triton describes it to ``initialize``."""
 

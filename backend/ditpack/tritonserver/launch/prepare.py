@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ditpack.engine.channel import DIRECTORY_VARIABLE
 from ditpack.models.checkpoint import ENVIRONMENT_VARIABLE as CHECKPOINT_VARIABLE
 from ditpack.models.checkpoint import WEIGHTS_VARIABLE, Checkpoint
 from ditpack.tritonserver.launch.find import Installation
@@ -58,6 +59,11 @@ def prepare_directory(installation: Installation, directory: Path) -> Installati
     )
 
 
+def run_directory(directory: Path) -> Path:
+    """Where the server's engines listen for cancels, watchers and the order to drain."""
+    return directory / "run"
+
+
 def environment(
     installation: Installation, directory: Path, checkpoint: Checkpoint, base: Mapping[str, str]
 ) -> dict[str, str]:
@@ -65,6 +71,7 @@ def environment(
     result = dict(base)
     result[CHECKPOINT_VARIABLE] = str(checkpoint.path)
     result[WEIGHTS_VARIABLE] = checkpoint.weights
+    result[DIRECTORY_VARIABLE] = str(run_directory(directory))
     # Each model is a process with OpenMP threads of its own. On a CPU, threads that spin while they wait take the cores
     # from the other models: much slower when the machine is busy, and hardly faster when it is not.
     result.setdefault("OMP_WAIT_POLICY", "PASSIVE")

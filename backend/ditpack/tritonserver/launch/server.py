@@ -15,13 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from ditpack.engine import channel
 from ditpack.models.checkpoint import open_checkpoint
 from ditpack.tritonserver.launch import keeper
 from ditpack.tritonserver.launch.find import find_tritonserver
 from ditpack.tritonserver.launch.interpreter import check_interpreter
 from ditpack.tritonserver.launch.log import find_failure, last_error
 from ditpack.tritonserver.launch.ports import take_ports
-from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory
+from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory, run_directory
 from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, models_for
 from ditpack.tritonserver.launch.serve_error import ServeError
 
@@ -191,6 +192,9 @@ class TritonServer:
         if self._keeper is None:
             return
         if self.running:
+            if timeout is None and self._directory is not None:
+                # Triton refuses the steps that are still to come of requests in flight, once it is told to end.
+                channel.drain(run_directory(self._directory), self._exit_timeout)
             self._keeper.send_signal(signal.SIGTERM)
             try:
                 self._keeper.wait(self._exit_timeout + _AFTER_EXIT_TIMEOUT + 1 if timeout is None else timeout)

@@ -1,0 +1,134 @@
+"""``qwen_image_stream``: an ensemble's images with the story of their making, over the same steps."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from ditpack.engine import channel
+from ditpack.errors import InvalidRequest
+from ditpack.tritonserver.control_door import SHORTEST_ID
+from ditpack.tritonserver.errors import error_of, triton_error
+from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.outcomes import Outcomes
+from ditpack.tritonserver.parameters import Instance, StreamSettings
+from ditpack.tritonserver.tensors import read_scalar, text
+
+_LOOK_S = 0.25  # how often a stream is asked whether its client is still there
+_ARRIVAL_S = 3600.0  # the longest that a request may take to reach the engine: encoding, Triton's queue
+
+
+class StreamDoor:
+    def __init__(self, ensemble: str, outcomes: Outcomes) -> None:
+        self._ensemble = ensemble
+        self._outcomes = outcomes
+
+    @classmethod
+    def load(cls, args: Mapping[str, str]) -> StreamDoor:
+        """Raises ParameterError: it is configured wrongly."""
+        route_logs()
+        instance = Instance.from_args(args)
+        return cls(instance.settings(StreamSettings).ensemble, Outcomes(instance.model))
+
+    async def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
+        await asyncio.gather(*(self._serve(request) for request in requests))
+
+    async def _serve(self, request: pb_utils.InferenceRequest) -> None:
+        """Answer with events until the image or the error, which is the last."""
+        sender = request.get_response_sender()
+        try:
+            last = await self._stream(request, sender)
+        except Exception as error:  # whatever it was, it is this request's answer
+            last = self._outcomes.failure(request.request_id(), error)
+        sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    async def _stream(
+        self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender
+    ) -> pb_utils.InferenceResponse:
+        if read_scalar(request, "OUTPUT_FORMAT") == b"raw":
+            raise InvalidRequest("OUTPUT_FORMAT", "raw", "must be png, jpeg or webp in a stream")
+        every = read_scalar(request, "PREVIEW_EVERY") or 0
+        if every < 0:
+            raise InvalidRequest("PREVIEW_EVERY", every, "must be 0 (no previews) or a number of steps")
+        as_text = read_scalar(request, "RESPONSE_FORMAT") == b"b64_json"
+        request_id = request.request_id()
+        if len(request_id) < SHORTEST_ID:  # others could guess it
+            request_id = secrets.token_hex(16)
+        sender.send(_event({"event": "queued", "id": request_id, "position": None}))
+        image = asyncio.create_task(self._image(request, request_id))
+        watchers = [
+            asyncio.create_task(self._tell(path, request_id, every, as_text, sender))
+            for path in channel.sockets(channel.run_directory())
+        ]
+        try:
+            while not image.done():
+                await asyncio.wait([image], timeout=_LOOK_S)
+                if not image.done() and sender.is_cancelled():
+                    await asyncio.to_thread(channel.cancel, channel.run_directory(), request_id)
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+        return image.result()
+
+    async def _image(self, request: pb_utils.InferenceRequest, request_id: str) -> pb_utils.InferenceResponse:
+        """Have the ensemble make it; the image event, or its error."""
+        inputs = [
+            pb_utils.Tensor(tensor.name(), tensor.as_numpy())
+            for tensor in request.inputs()
+            if tensor.name() != "PREVIEW_EVERY"
+        ]
+        outputs = ["IMAGE", "SEED_USED", "INFO"]
+        answer = await pb_utils.InferenceRequest(
+            model_name=self._ensemble, request_id=request_id, requested_output_names=outputs, inputs=inputs
+        ).async_exec()
+        if answer.has_error():
+            error = error_of(answer.error())  # logged and counted where it arose
+            return pb_utils.InferenceResponse(error=triton_error(error))
+        return _event({"event": "image", "id": request_id}, *answer.output_tensors())
+
+    async def _tell(
+        self, path: Any, request_id: str, every: int, as_text: bool, sender: pb_utils.InferenceResponseSender
+    ) -> None:
+        """Pass on what one engine says of the request."""
+        async for event, picture in _events(channel.watch(path, request_id, _ARRIVAL_S, every)):
+            tensors = []
+            if picture is not None:
+                data = picture.encode() if as_text else base64.b64decode(picture)
+                tensors.append(pb_utils.Tensor("IMAGE", text(data)))
+            sender.send(_event({"event": event.pop("event"), "id": request_id, **event}, *tensors))
+
+
+async def _events(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[tuple[dict[str, Any], str | None]]:
+    """An engine's progress lines as events, and the previews' pictures."""
+    step = 0
+    began = 0.0
+    async for line in lines:
+        began = began or time.monotonic() - line["seconds"]
+        if line["step"] > step:
+            step, pace = line["step"], line["seconds"] / line["step"]
+            yield (
+                {
+                    "event": "step",
+                    "step": step,
+                    "steps": line["steps"],
+                    "seconds_per_step": round(pace, 4),
+                    "remaining_s": round(pace * (line["steps"] - step), 2),
+                },
+                None,
+            )
+        elif line["step"] == 0 and line["position"]:
+            yield {"event": "queued", "position": line["position"]}, None
+        if "preview" in line:
+            yield {"event": "preview", "step": line["preview_step"], "steps": line["steps"]}, line["preview"]
+
+
+def _event(event: dict[str, Any], *tensors: pb_utils.Tensor) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse([pb_utils.Tensor("EVENT", text(json.dumps(event))), *tensors])
