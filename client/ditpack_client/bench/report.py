@@ -47,9 +47,9 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table()
+    made = Table(padding=(0, 0))
     for _, title, _ in _COLUMNS:
-        made.add_column(title, justify="left" if title == "load" else "right")
+        made.add_column(title, justify="left" if title == "load" else "right", no_wrap=True)
     for row in rows:
         made.add_row(*(form.format(getattr(row, name)) for name, _, form in _COLUMNS))
     return made
