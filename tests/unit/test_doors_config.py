@@ -28,7 +28,10 @@ SETTINGS = {
     "mammoth_prepare": parameters.MammothPrepareSettings,
     "mammoth_dit": parameters.DitSettings,
     "mammoth_vae_decoder": parameters.VaeDecoderSettings,
+    "control": parameters.ControlSettings,
+    "qwen_image_stream": parameters.StreamSettings,
 }
+BATCHED = [model for model in SETTINGS if model not in ("control", "qwen_image_stream")]  # those have no steps of theirs
 
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:
@@ -59,7 +62,7 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("model", SETTINGS)
+@pytest.mark.parametrize("model", BATCHED)
 def test_every_queue_is_bounded_and_nothing_needs_a_gpu(model: str) -> None:
     config = read_config(model)
     assert config.dynamic_batching.default_queue_policy.max_queue_size > 0
@@ -84,7 +87,7 @@ def test_vae_decoder_can_queue_all_that_dit_can_have_in_flight(prefix: str) -> N
 
 
 def test_variable_shapes_do_not_split_batches() -> None:
-    for model in SETTINGS:
+    for model in BATCHED:
         for tensor in read_config(model).input:
             assert tensor.allow_ragged_batch == (-1 in tensor.dims), f"{model}.{tensor.name}"
 
@@ -93,7 +96,7 @@ def test_variable_shapes_do_not_split_batches() -> None:
 def test_the_parameters_in_the_config_are_all_there_are_and_the_defaults(model: str) -> None:
     kind = SETTINGS[model]
     instance = Instance.from_args(triton_args(model))
-    assert set(instance.config["parameters"]) == {field.name for field in dataclasses.fields(kind)}
+    assert set(instance.config.get("parameters", {})) == {field.name for field in dataclasses.fields(kind)}
     assert instance.settings(kind) == kind()
 
 
@@ -142,6 +145,21 @@ def test_the_wire_has_the_resolvers_fields(ensemble: str, prepare: str, fields: 
     assert [(t.name, t.data_type, t.dims, t.optional) for t in read_config(ensemble).input] == [
         (t.name, t.data_type, t.dims, t.optional) for t in read_config(prepare).input
     ]
+
+
+def test_the_stream_has_the_ensembles_fields_and_previews() -> None:
+    stream, ensemble = read_config("qwen_image_stream"), read_config("qwen_image")
+    assert stream.parameters["ensemble"].string_value == "qwen_image"
+    assert stream.parameters["family"].string_value == ensemble.parameters["family"].string_value
+    assert stream.model_transaction_policy.decoupled
+    *same, previews = [(t.name, t.data_type, t.dims, t.optional) for t in stream.input]
+    fields = [(t.name, t.data_type, t.dims, t.optional or t.name == "PROMPT") for t in ensemble.input]
+    assert same == fields, "that PROMPT is missing is for prepare to say"
+    assert (previews[0], previews[3]) == ("PREVIEW_EVERY", True)
+    outputs = {t.name: (t.data_type, t.dims) for t in ensemble.output}
+    assert {t.name: (t.data_type, t.dims) for t in stream.output if t.name != "EVENT"} == {
+        name: value for name, value in outputs.items() if name != "PIXELS"
+    }
 
 
 def test_an_edit_has_the_same_fields_behind_its_images() -> None:
