@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,12 +62,12 @@ class Tensor:
 
 
 class InferenceResponse:
-    def __init__(self, output_tensors: list[Tensor], error: TritonError | None = None) -> None:
+    def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None) -> None:
         if error is not None and not isinstance(error, TritonError):
             raise TypeError("error must be a TritonError")
         if not all(isinstance(tensor, Tensor) for tensor in output_tensors):
             raise TypeError("output_tensors must be Tensors")
-        self._outputs, self._error = output_tensors, error
+        self._outputs, self._error = list(output_tensors), error
 
     def output_tensors(self) -> list[Tensor]:
         return self._outputs
@@ -111,10 +113,48 @@ class ResponseSender:
         return self._request.is_cancelled()
 
 
+class DecoupledSender:
+    """The sender of a decoupled model: any number of responses until the final flag."""
+
+    def __init__(self, request: InferenceRequest) -> None:
+        self._request = request
+        self._closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self._closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if response is None and not flags:
+            raise TritonModelException("Inference Response object must be provided when the flags is zero.")
+        if failures := self._request.send_failures:
+            raise failures.pop(0)
+        self._closed = bool(flags)
+        if response is not None:
+            self._request.answers.append(response)
+        if flags:
+            self._request.answered.set()
+
+    def is_cancelled(self) -> bool:
+        return self._request.is_cancelled()
+
+
 class InferenceRequest:
-    def __init__(self, inputs: list[Tensor], requested: list[str], request_id: str = "") -> None:
-        self._inputs, self._requested, self._id = inputs, requested, request_id
-        self._sender: ResponseSender | None = None
+    """One that arrived, or with ``model_name`` one that a model makes of another (BLS)."""
+
+    models: ClassVar[dict[str, Callable[[InferenceRequest], InferenceResponse]]] = {}  # what such requests reach
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        requested_output_names: list[str],
+        request_id: str = "",
+        *,
+        model_name: str = "",
+        decoupled: bool = False,
+    ) -> None:
+        self._inputs, self._requested, self._id = inputs, requested_output_names, request_id
+        self._model_name = model_name
+        self._sender: ResponseSender | DecoupledSender | None = None
+        self._decoupled = decoupled
         self.cancelled = False
         self.send_failures: list[Exception] = []  # what the next sends raise
         self.answers: list[InferenceResponse] = []
@@ -136,9 +176,15 @@ class InferenceRequest:
     def is_cancelled(self) -> bool:
         return self.cancelled
 
-    def get_response_sender(self) -> ResponseSender:
-        self._sender = self._sender or ResponseSender(self)
+    def get_response_sender(self) -> ResponseSender | DecoupledSender:
+        self._sender = self._sender or (DecoupledSender if self._decoupled else ResponseSender)(self)
         return self._sender
+
+    async def async_exec(self) -> InferenceResponse:
+        try:
+            return await asyncio.to_thread(self.models[self._model_name], self)
+        except KeyError:
+            raise TritonModelException(f"Failed for BLS: model {self._model_name!r} is not found") from None
 
 
 class Metric:

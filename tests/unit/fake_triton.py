@@ -6,8 +6,10 @@ all fail the test. Inputs are overwritten after ``execute``, as Triton takes the
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
+import inspect
 import json
 import time
 from collections.abc import Iterable
@@ -74,6 +76,7 @@ class FakeModel:
     def __init__(self, name: str, parameters: dict[str, str] | None = None, instance: Any = None) -> None:
         self.name = name
         self.config = read_config(name)
+        self._batched = self.config.max_batch_size > 0
         if instance is None:
             instance = import_model(name).TritonPythonModel()
             instance.initialize(triton_args(name, parameters))
@@ -90,16 +93,25 @@ class FakeModel:
             data_type = model_config_pb2.DataType.Name(entry.data_type)
             assert array.dtype == np.dtype(fake_pb_utils.triton_string_to_numpy(data_type)), name
             assert array.ndim == len(entry.dims), name
-            tensors.append(fake_pb_utils.Tensor(name, array[np.newaxis].copy()))
+            tensors.append(fake_pb_utils.Tensor(name, (array[np.newaxis] if self._batched else array).copy()))
         missing = [name for name, entry in declared.items() if not entry.optional and name not in inputs]
         assert not missing, missing
         requested = list(outputs) if outputs is not None else [entry.name for entry in self.config.output]
-        return fake_pb_utils.InferenceRequest(tensors, requested, request_id)
+        decoupled = self.config.model_transaction_policy.decoupled
+        return fake_pb_utils.InferenceRequest(tensors, requested, request_id, decoupled=decoupled)
 
     def execute(self, requests: list[fake_pb_utils.InferenceRequest]) -> None:
-        """Hand over one batch; answers may come later."""
-        assert 0 < len(requests) <= self.config.max_batch_size
+        """Hand them over, as many in a call as Triton would; answers may come later."""
+        most = max(1, self.config.max_batch_size)
+        for start in range(0, len(requests), most):
+            self._execute(requests[start : start + most])
+
+    def _execute(self, requests: list[fake_pb_utils.InferenceRequest]) -> None:
         returned = self.instance.execute(requests)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(returned)
+        if self.config.model_transaction_policy.decoupled:
+            assert returned is None
         if returned is not None:
             assert len(returned) == len(requests)
             for request, response in zip(requests, returned, strict=True):
@@ -110,7 +122,7 @@ class FakeModel:
                 tensor.as_numpy()[...] = b"\xff" if tensor.as_numpy().dtype == np.object_ else 111
 
     def infer(self, *requests: fake_pb_utils.InferenceRequest) -> list[Answer]:
-        """Run one batch to the end and return each request's only answer."""
+        """Run them to the end and return each request's only answer."""
         self.execute(list(requests))
         return [self.answer(request) for request in requests]
 
@@ -120,7 +132,15 @@ class FakeModel:
             gc.collect()
             assert time.monotonic() < deadline, f"{self.name} never answered request {request.request_id()!r}"
         assert len(request.answers) == 1, f"{self.name} answered {len(request.answers)} times"
-        response = request.answers[0]
+        return self._read(request.answers[0], request)
+
+    def stream(self, request: fake_pb_utils.InferenceRequest) -> list[Answer]:
+        """All answers of a decoupled model to one request; after the final one none may come."""
+        self.execute([request])
+        assert request.answered.wait(WAIT_S), f"{self.name} never ended request {request.request_id()!r}"
+        return [self._read(response, request) for response in request.answers]
+
+    def _read(self, response: fake_pb_utils.InferenceResponse, request: fake_pb_utils.InferenceRequest) -> Answer:
         if response.has_error():
             error = response.error()
             assert not response.output_tensors()
@@ -133,10 +153,12 @@ class FakeModel:
         assert tensor.name() in request.requested_output_names(), f"{tensor.name()} was not asked for"
         data_type = model_config_pb2.DataType.Name(entry.data_type)
         assert array.dtype == np.dtype(fake_pb_utils.triton_string_to_numpy(data_type)), tensor.name()
-        assert array.ndim == len(entry.dims) + 1, tensor.name()
-        assert array.shape[0] == 1, tensor.name()
-        assert all(dim in (-1, size) for dim, size in zip(entry.dims, array.shape[1:], strict=True)), tensor.name()
-        return array[0]
+        if self._batched:
+            assert array.shape[:1] == (1,), tensor.name()
+            array = array[0]
+        assert array.ndim == len(entry.dims), tensor.name()
+        assert all(dim in (-1, size) for dim, size in zip(entry.dims, array.shape, strict=True)), tensor.name()
+        return array
 
 
 class FakeEnsemble:

@@ -31,7 +31,9 @@ SETTINGS = {
     "control": parameters.ControlSettings,
     "qwen_image_stream": parameters.StreamSettings,
 }
-BATCHED = [model for model in SETTINGS if model not in ("control", "qwen_image_stream")]  # those have no steps of theirs
+BATCHED = [
+    model for model in SETTINGS if model not in ("control", "qwen_image_stream")
+]  # those have no steps of theirs
 
 
 def test_the_repository_holds_the_models_and_nothing_else() -> None:

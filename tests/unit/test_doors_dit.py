@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_pb_utils import InferenceRequest, MetricFamily
-from fake_triton import Answer, FakeModel, triton_args
+from fake_triton import Answer, FakeModel, read_config, triton_args
 
 from ditpack.engine.job import Job, Result
 from ditpack.errors import DitpackError, GenerationFailed, InvalidRequest, Unavailable
@@ -181,66 +180,32 @@ def test_cancellation_is_asked_of_the_sender() -> None:
     job.deliver(GenerationFailed("end"))
 
 
-def test_bad_requests_are_answered_before_the_engine_has_room() -> None:
-    room = threading.Event()
-
-    def on_submit(job: Job, timeout: float) -> None:
-        if not room.wait(timeout):
-            raise Unavailable("full")
-        job.deliver(DONE)
-
-    model = new_dit(StubEngine(on_submit))
-    good, bad = new_request(model, "good"), new_request(model, "bad")
-    bad.inputs()[0].as_numpy()[...] = b'{"prompt": ""}'
-    thread = threading.Thread(target=model.execute, args=([good, bad],))
-    thread.start()
-    assert bad.answered.wait(5)
-    assert model.answer(bad).code == "INVALID_ARG"
-    assert not good.answered.is_set()
-    room.set()
-    thread.join(5)
-    assert model.answer(good).code is None
-
-
 def test_a_full_engine_blocks_execute_and_then_refuses() -> None:
     def full(job: Job, timeout: float) -> None:
         time.sleep(timeout)
-        raise Unavailable("full")
+        raise Unavailable(f"full: 4 requests still wait after {timeout:.1f} s")
 
-    model = new_dit(StubEngine(full), admission_timeout_s=1.2)
-    requests = [new_request(model, str(index)) for index in range(5)]
+    model = new_dit(StubEngine(full), admission_timeout_s=0.6)
     started = time.monotonic()
-    answers = model.infer(*requests)
-    assert 1.1 < time.monotonic() - started < 3, "one time-out for the batch, not one a request"
-    for answer in answers:
-        assert (answer.code, answer.message) == ("UNAVAILABLE", "the engine stayed full for 1.2 s; try again later")
-    assert max(model.instance._engine.timeouts) <= 0.5
+    (answer,) = model.infer(new_request(model))
+    assert time.monotonic() - started > 0.5
+    assert (answer.code, answer.message) == ("UNAVAILABLE", "full: 4 requests still wait after 0.6 s")
 
 
-def test_while_the_engine_is_full_deadlines_behind_the_first_are_served() -> None:
-    release = threading.Event()
+def test_triton_hands_over_one_request_at_a_time() -> None:
+    """Else those that wait for room would be out of the order of Triton's priorities."""
+    for name in ("dit", "mammoth_dit"):
+        assert read_config(name).max_batch_size == 1
 
-    def full(job: Job, timeout: float) -> None:
-        if release.wait(timeout):
-            job.deliver(DONE)
-        else:
-            raise Unavailable("full")
 
-    model = new_dit(StubEngine(full))
-    first, hasty, last = requests = [
-        new_request(model, "first"),
-        new_request(model, "hasty", DEADLINE_MS=100),
-        new_request(model, "last"),
-    ]
-    thread = threading.Thread(target=model.execute, args=(requests,))
-    thread.start()
-    assert hasty.answered.wait(5)
-    assert not first.answered.is_set()
-    assert not last.answered.is_set()
-    release.set()
-    thread.join(5)
-    assert [model.answer(request).code for request in requests] == [None, "CANCELLED", None]
-    assert {job.request_id for job in model.instance._engine.submitted} == {"first", "last"}
+def test_a_larger_batch_shares_one_time_out() -> None:
+    """For whoever raises max_batch_size all the same."""
+    engine = StubEngine(lambda job, timeout: time.sleep(min(timeout, 0.2)) or job.deliver(DONE))
+    model = new_dit(engine, admission_timeout_s=0.3)
+    model.config.max_batch_size = 4
+    model.infer(*(new_request(model, str(index)) for index in range(4)))
+    assert engine.timeouts == sorted(engine.timeouts, reverse=True)
+    assert engine.timeouts[-1] == 0
 
 
 def test_a_dead_engine_refuses_at_once() -> None:

@@ -5,7 +5,7 @@ directory that only this user may enter, and whoever knows a request's id may wa
 
     {"do": "cancel", "id": …}                                → {"found": bool}
     {"do": "watch", "id": …, "wait_s": …, "preview_every": …} → a line each time its ``Progress`` changes, until it ends
-    {"do": "status"}                                         → {"healthy": bool, "active": …, "waiting": …}
+    {"do": "status"}                                         → {"healthy": bool, "refusal": …, "active": …, "waiting": …}
     {"do": "drain", "wait_s": …}                             → {"idle": bool} once all that was accepted is answered
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import socketserver
 import tempfile
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # the models that only ask need no torch
 logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "DITPACK_RUN_DIR"
-_CONNECTIONS = 256  # at a time; one a watched request
+_WATCHERS = 256  # at a time; what comes on top is not told
 _LONGEST_LINE = 4096  # bytes, of a command
 _LONGEST_ANSWER = 16 * 2**20  # bytes; a preview is a few ten thousand
 _ASK_S = 10.0  # for a short answer
@@ -50,30 +51,59 @@ class EngineChannel:
     """Listens for ``engine`` at ``directory``/``name``.sock until closed.
 
     ``picture`` turns a preview's latents into a JPEG file as base64 text; it runs on the watcher's own thread.
+
+    Raises:
+        OSError: nobody can listen there, or others could enter the directory.
     """
 
     def __init__(self, engine: Engine, directory: Path, name: str, picture: Callable[[Any], str]) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = directory.stat()
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+            raise PermissionError(f"{directory} must belong to this user, and nobody else may write there")
         self.path = directory / f"{name}.sock"
         self.path.unlink(missing_ok=True)  # of one that was killed
-        slots = threading.BoundedSemaphore(_CONNECTIONS)
+        slots = threading.BoundedSemaphore(_WATCHERS)
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = _ASK_S  # for the line to arrive and for each answer to be taken
 
             def handle(self) -> None:
-                if not slots.acquire(blocking=False):
-                    return
                 try:
                     command = json.loads(self.rfile.readline(_LONGEST_LINE))
-                    for answer in _answers(engine, command, picture):
-                        self.wfile.write(json.dumps(answer).encode() + b"\n")
-                except (OSError, ValueError, KeyError) as error:  # the other side is gone, or talks nonsense
+                    if command["do"] != "watch":
+                        self._send(_answer(engine, command))
+                    elif slots.acquire(blocking=False):
+                        try:
+                            self._watch(str(command["id"]), float(command["wait_s"]), int(command["preview_every"]))
+                        finally:
+                            slots.release()
+                except (OSError, ValueError, KeyError, TypeError) as error:  # they are gone, or talk nonsense
                     logger.debug("channel: %s", error)
-                finally:
-                    slots.release()
 
-        self._server = _Server(str(self.path), Handler)
+            def _send(self, answer: dict[str, Any]) -> None:
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+            def _watch(self, request_id: str, wait_s: float, preview_every: int) -> None:
+                shown = 0
+                for progress in engine.watch(request_id, wait_s, preview_every, self._is_gone):
+                    line = _line(progress)
+                    if progress.preview is not None and progress.preview[0] > shown:
+                        shown, latents = progress.preview
+                        try:
+                            line |= {"preview_step": shown, "preview": picture(latents())}
+                        except Exception as error:  # a picture less, not the rest of the story
+                            logger.warning("request %s: no preview", request_id, exc_info=error)
+                    self._send(line)
+
+            def _is_gone(self) -> bool:
+                """Whether the other side hung up: it has nothing more to say, so all that can be read is the end."""
+                poll = select.poll()
+                poll.register(self.connection, select.POLLIN)
+                return bool(poll.poll(0))
+
+        with _address(self.path) as address:
+            self._server = _Server(address, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="ditpack-channel", daemon=True)
         self._thread.start()
 
@@ -92,27 +122,20 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 64
 
 
-def _answers(engine: Engine, command: dict[str, Any], picture: Callable[[Any], str]) -> Iterator[dict[str, Any]]:
+def _answer(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
     match command["do"]:
         case "cancel":
-            yield {"found": engine.cancel(str(command["id"]))}
+            return {"found": engine.cancel(str(command["id"]))}
         case "status":
-            yield {
+            return {
                 "healthy": engine.healthy,
+                "refusal": engine.refusal,
                 "active": engine.active_requests,
                 "waiting": engine.waiting_requests,
             }
         case "drain":
-            yield {"idle": engine.drain(float(command["wait_s"]))}
-        case "watch":
-            shown = 0
-            every = int(command["preview_every"])
-            for progress in engine.watch(str(command["id"]), float(command["wait_s"]), every):
-                line = _line(progress)
-                if progress.preview is not None and progress.preview[0] > shown:
-                    shown, latents = progress.preview
-                    line |= {"preview_step": shown, "preview": picture(latents())}
-                yield line
+            return {"idle": engine.drain(float(command["wait_s"]))}
+    raise ValueError(command["do"])
 
 
 def _line(progress: Progress) -> dict[str, Any]:
@@ -124,6 +147,16 @@ def _line(progress: Progress) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """``path`` within the 107 bytes that a Unix socket's address may have, however deep its directory is."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
 def sockets(directory: Path) -> list[Path]:
     """Of the engines that listen there, dead ones included."""
     return sorted(directory.glob("*.sock"))
@@ -132,14 +165,14 @@ def sockets(directory: Path) -> list[Path]:
 def ask(path: Path, command: dict[str, Any], timeout: float = _ASK_S) -> dict[str, Any] | None:
     """The first answer to ``command``, or None when nobody answers within ``timeout`` seconds."""
     try:
-        with socket.socket(socket.AF_UNIX) as connection:
+        with socket.socket(socket.AF_UNIX) as connection, _address(path) as address:
             connection.settimeout(timeout)
-            connection.connect(str(path))
+            connection.connect(address)
             connection.sendall(json.dumps(command).encode() + b"\n")
-            line = connection.makefile("rb").readline()
-    except OSError:
+            answer: dict[str, Any] = json.loads(connection.makefile("rb").readline())
+            return answer
+    except (OSError, ValueError):  # nobody there, or killed while answering
         return None
-    return json.loads(line) if line else None
 
 
 def cancel(directory: Path, request_id: str) -> bool:
@@ -150,14 +183,15 @@ def cancel(directory: Path, request_id: str) -> bool:
 
 def status(directory: Path) -> list[dict[str, Any]]:
     """What each engine there says of itself, with its name; one that does not answer is not healthy."""
-    silent = {"healthy": False, "active": 0, "waiting": 0}
+    silent = {"healthy": False, "refusal": "its process does not answer", "active": 0, "waiting": 0}
     return [{"name": path.stem, **(ask(path, {"do": "status"}) or silent)} for path in sockets(directory)]
 
 
 async def watch(path: Path, request_id: str, wait_s: float, preview_every: int) -> AsyncIterator[dict[str, Any]]:
     """What one engine has to say of a request, until it ends; nothing when it never gets it or is gone."""
     try:
-        reader, writer = await asyncio.open_unix_connection(str(path), limit=_LONGEST_ANSWER)
+        with _address(path) as address:
+            reader, writer = await asyncio.open_unix_connection(address, limit=_LONGEST_ANSWER)
     except OSError:
         return
     try:
@@ -165,7 +199,7 @@ async def watch(path: Path, request_id: str, wait_s: float, preview_every: int) 
         writer.write(json.dumps(command).encode() + b"\n")
         while line := await reader.readline():
             yield json.loads(line)
-    except OSError:
+    except (OSError, ValueError):  # it was killed
         return
     finally:
         writer.close()

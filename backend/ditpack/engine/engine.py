@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0  # how long an idle engine sleeps before it looks around again; arrivals wake it at once
 _REMEMBERED_CANCELS = 1024  # ids that were cancelled before they came
+_QUIET_S = 0.5  # what is accepted but not here yet, in the text encoder or Triton's queue, comes within this
+_CLOSING = "the server is shutting down"
 
 
 class Engine:
@@ -54,10 +56,11 @@ class Engine:
         self._waiting_room = waiting_room
         self._on_step = on_step
         self._delivery = DeliveryThread()
-        self._changed = threading.Condition()  # guards the next five; notified at every arrival, step and departure
+        self._changed = threading.Condition()  # guards the next six; notified at every arrival, step and departure
         self._flights: list[Flight] = []  # everybody, oldest first
         self._active: list[Flight] = []  # those of them that take the current step
-        self._cancelled: OrderedDict[str, None] = OrderedDict()  # ids to drop when they come, oldest first
+        self._cancelled: OrderedDict[str, None] = OrderedDict()  # ids to refuse when they come, oldest first
+        self._closing_ns: int | None = None  # monotonic; what was accepted later is refused
         self._refusal: str | None = None  # why no new job is taken; set once, by close or by death
         self._abandon = False  # close() ran out of time: fail what is left
         self._pack: Pack | None = None  # of the active ones, if it still holds; the engine thread's own
@@ -68,6 +71,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether new jobs are taken."""
         return self._refusal is None and self._sampler.ready
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no new job will ever be taken again, or None."""
+        return self._refusal
 
     @property
     def active_requests(self) -> int:
@@ -84,7 +92,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the conditioning does not fit the model.
-            Cancelled: its deadline passed before there was room.
+            Cancelled: it was cancelled by its id, or its deadline passed, before there was room.
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """
         tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
@@ -94,13 +102,19 @@ class Engine:
             while True:
                 if self._refusal is not None:
                     raise Unavailable(self._refusal)
+                if self._closing_ns is not None and job.request.accepted_ns > self._closing_ns:
+                    raise Unavailable(_CLOSING)
+                if job.request_id in self._cancelled:
+                    del self._cancelled[job.request_id]
+                    raise flight.cancelled_by_id()
                 if stop := flight.passed_deadline():
                     raise stop
                 if self.waiting_requests < self._waiting_room:
                     break
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise Unavailable(f"full: {self._waiting_room} requests have been waiting for {timeout:g} s")
+                    waiting = self.waiting_requests
+                    raise Unavailable(f"full: {waiting} requests still wait after {timeout:g} s; try again later")
                 self._changed.wait(min(left, _IDLE_WAIT_S))
             self._flights.append(flight)
             self._changed.notify_all()
@@ -111,18 +125,29 @@ class Engine:
         An id that is not here yet is remembered, and refused when it comes: Triton's queue may still hold it.
         """
         with self._changed:
-            self._cancelled[request_id] = None
-            self._cancelled.move_to_end(request_id)
-            while len(self._cancelled) > _REMEMBERED_CANCELS:
-                self._cancelled.popitem(last=False)
+            found = [flight for flight in self._flights if flight.job.request_id == request_id]
+            for flight in found:
+                flight.cancelled = True
+            if not found:
+                self._cancelled[request_id] = None
+                self._cancelled.move_to_end(request_id)
+                while len(self._cancelled) > _REMEMBERED_CANCELS:
+                    self._cancelled.popitem(last=False)
             self._changed.notify_all()
-            return any(flight.job.request_id == request_id for flight in self._flights)
+            return bool(found)
 
-    def watch(self, request_id: str, timeout: float, preview_every: int = 0) -> Iterator[Progress]:
+    def watch(
+        self,
+        request_id: str,
+        timeout: float,
+        preview_every: int = 0,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Progress]:
         """Where the request of that id stands, each time that changes, from its arrival to its end.
 
         Waits up to ``timeout`` seconds for it to arrive; ends without a word if it does not. A slow reader misses what
-        came in between. ``preview_every``: have a preview made after every so many steps; 0 = none.
+        came in between. ``preview_every``: have a preview made after every so many steps; 0 = none. ``is_gone``: asked at
+        least every second; it ends the watch when nobody is left to read it.
         """
         until = time.monotonic() + timeout
         last: Progress | None = None
@@ -140,22 +165,36 @@ class Engine:
                     progress = flight.progress(waiting.index(flight) + 1 if flight in waiting else 0)
                 if progress is None or progress == last:
                     self._changed.wait(_IDLE_WAIT_S)
-                    continue
+            if is_gone():
+                return
+            if progress is None or progress == last:
+                continue
             last = progress
             yield progress
 
     def drain(self, timeout: float) -> bool:
-        """Take no new jobs and wait until all are answered; whether they were within ``timeout`` seconds."""
-        self._refuse("the server is shutting down")
+        """Finish what the server has accepted by now, refuse what it accepts from now on, then take nothing at all;
+        whether all was answered within ``timeout`` seconds.
+
+        Jobs that were accepted before may still be on their way here, so it waits for them until none came for a moment.
+        """
         until = time.monotonic() + timeout
-        self._thread.join(timeout)
+        with self._changed:
+            self._closing_ns = self._closing_ns or time.monotonic_ns()
+            quiet_since = time.monotonic()
+            while self._refusal is None and (now := time.monotonic()) < min(until, quiet_since + _QUIET_S):
+                if self._flights:
+                    quiet_since = now
+                self._changed.wait(_QUIET_S / 5)
+        self._refuse(_CLOSING)
+        self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive() and self._delivery.flush(until - time.monotonic())
 
     def close(self, timeout: float) -> None:
         """Take no new jobs, finish the accepted ones for up to ``timeout`` seconds, fail the rest, end the threads and
         the sampler.
         """
-        self._refuse("the server is shutting down")
+        self._refuse(_CLOSING)
         self._thread.join(timeout)
         with self._changed:
             self._abandon = True
@@ -188,7 +227,7 @@ class Engine:
             while True:
                 if self._abandon:
                     return False
-                stopped = [(flight, stop) for flight in self._flights if (stop := flight.stop_reason(self._cancelled))]
+                stopped = [(flight, stop) for flight in self._flights if (stop := flight.stop_reason())]
                 for flight, _ in stopped:
                     self._flights.remove(flight)
                 chosen = self._batcher.select(self._flights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class Flight:
     first_tokens: int
     submitted: float
     skipped: int = 0
+    cancelled: bool = False  # by its id
     started: float = 0.0
     member: Member | None = None  # set when it takes its first step
     pack_sizes: list[int] = field(default_factory=list)  # requests in each step it took
@@ -62,17 +63,20 @@ class Flight:
             self.preview_every = 0
             logger.warning("request %s: no previews", self.job.request_id, exc_info=error)
 
-    def stop_reason(self, cancelled_ids: Container[str]) -> DitpackError | None:
+    def stop_reason(self) -> DitpackError | None:
         """Why it should not go on, or None. Asked by the engine's thread alone."""
         if passed := self.passed_deadline():
             return passed
-        if self.job.request_id in cancelled_ids:
-            return Cancelled(f"cancelled by its id after {self._so_far}")
+        if self.cancelled:
+            return self.cancelled_by_id()
         try:
             cancelled = self.job.is_cancelled()
         except Exception as error:
             return self.as_answer(error)
         return Cancelled(f"cancelled by the client after {self._so_far}") if cancelled else None
+
+    def cancelled_by_id(self) -> Cancelled:
+        return Cancelled(f"cancelled by its id after {self._so_far}")
 
     def passed_deadline(self) -> Cancelled | None:
         if not self.job.request.expired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from ditpack.errors import DitpackError, InvalidRequest, Unavailable
+from ditpack.errors import DitpackError, InvalidRequest
 from ditpack.request import Request, resolve_json
 from ditpack.tritonserver import dit_devices
 from ditpack.tritonserver.isolation import check_deadline
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from ditpack.engine.engine import Engine
     from ditpack.engine.job import Job, Result
 
-_LOOK_AROUND_S = 0.5  # while the engine is full: how often those behind the first are checked for deadline and cancel
 _DRAIN_S = 20.0  # for what is in flight when the model is unloaded; tritonserver's --exit-timeout-secs must exceed it
 
 
@@ -97,31 +95,21 @@ class DitDoor:
         )
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
-        """Read all requests, refuse the bad ones at once, then admit the rest in order.
+        """Admit the requests to the engine, one after the other; what is wrong with one is that one's answer.
 
         Blocks while the engine's waiting room is full, at most ``admission_timeout_s``, so that the excess queues in
-        Triton, where priorities, time-outs and the pending-requests metric apply.
+        Triton, where priorities, time-outs and the pending-requests metric apply. Whoever is handed over is out of that
+        order, so config.pbtxt has Triton hand over one request at a time.
         """
         arrived_ns = time.monotonic_ns()
         admission_ends = time.monotonic() + self._admission_timeout_s
-        waiting: deque[tuple[Job, Responder]] = deque()
         for request in requests:
             responder = Responder(request, self._outcomes)
             try:
-                waiting.append((self._job(request, responder, arrived_ns), responder))
+                job = self._job(request, responder, arrived_ns)
+                self._engine.submit(job, max(0.0, admission_ends - time.monotonic()))
             except Exception as error:  # whatever it was, it is this request's answer
                 responder.fail(error)
-        while waiting:
-            job, responder = waiting[0]
-            try:
-                admitted = self._admit(job, admission_ends)
-            except Exception as error:  # as above
-                responder.fail(error)
-                admitted = True
-            if admitted:
-                waiting.popleft()
-            else:
-                waiting = deque(entry for entry in waiting if not _stopped(*entry))
 
     def finalize(self) -> None:
         """Finish what is in flight for a bounded time, fail the rest, end the engine's threads and its workers."""
@@ -156,21 +144,9 @@ class DitDoor:
             request_id=responder.request_id,
             conditioning=self._conditioning(resolved, partial(_tensor, request)),
             deliver=deliver,
+            # For the engine's thread alone: tritonserver 2.51 crashed now and then when two threads of a model asked at once.
             is_cancelled=responder.is_cancelled,
         )
-
-    def _admit(self, job: Job, admission_ends: float) -> bool:
-        """Submit ``job``; False when the engine is still full after a short wait and its time is not up."""
-        left = admission_ends - time.monotonic()
-        try:
-            self._engine.submit(job, max(0.0, min(left, _LOOK_AROUND_S)))
-        except Unavailable:
-            if not self._engine.healthy:
-                raise
-            if left > _LOOK_AROUND_S:
-                return False
-            raise Unavailable(f"the engine stayed full for {self._admission_timeout_s:g} s; try again later") from None
-        return True
 
     def _response(
         self, request: Request, result: Result, encode_ms: float, requested: Sequence[str]
@@ -195,17 +171,3 @@ def _tensor(request: pb_utils.InferenceRequest, name: str) -> torch.Tensor:
     if not np.isfinite(array).all():
         raise InvalidRequest(name, array[~np.isfinite(array)][0].item(), "must be finite")
     return torch.from_numpy(array)
-
-
-def _stopped(job: Job, responder: Responder) -> bool:
-    """Answer a request whose deadline passed while it waited for admission; whether it did.
-
-    Whether the client is gone is asked by the engine's thread alone: tritonserver 2.51 crashed now and then when two
-    threads of a model asked at once.
-    """
-    try:
-        check_deadline(job.request, "denoising")
-    except Exception as error:  # whatever it was, it is this request's answer
-        responder.fail(error)
-        return True
-    return False
