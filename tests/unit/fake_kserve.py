@@ -49,6 +49,8 @@ class Painter:
 
     def __init__(self, streams: bool = False) -> None:
         self.served = STREAM_MODELS if streams else MODELS
+        self.elsewhere = False  # requests have not reached the engine that control asks
+        self.control_s = 0.0  # how long an answer of control takes
         self.refusals = 0  # how many of the next requests find the server full
         self.ids: list[str] = []
         self.cancelled: set[str] = set()
@@ -110,12 +112,13 @@ class Painter:
                 yield event("image") | {name: picture[name] for name in ("IMAGE", "SEED_USED", "INFO")}
 
     def _control(self, ACTION: bytes, ID: bytes = b"") -> dict[str, Any]:  # noqa: N803 (the wire's names)
+        time.sleep(self.control_s)
         if ACTION == b"status":
             return {"engines": [{"name": "dit_0_0", "healthy": True, "active": self._active, "waiting": 0}]}
         if len(ID) < 16:
             raise Refusal("INVALID_ARG", f"ID = {ID.decode()!r}: must have at least 16 characters")
         self.cancelled.add(ID.decode())
-        return {"found": ID.decode() in self._here}
+        return {"found": ID.decode() in self._here and not self.elsewhere}
 
     def _until_cancelled(self, request_id: str) -> None:
         ends = time.monotonic() + ENDLESS_S
@@ -183,6 +186,10 @@ class Painter:
         }
 
 
+def _unknown(model: str) -> str:
+    return f"Request for unknown model: '{model}' is not found"
+
+
 def _text(value: str | bytes) -> tuple[str, np.ndarray]:
     return "BYTES", np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
 
@@ -204,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         model, _, verb = self.path.removeprefix("/v2/models/").partition("/")
         if model not in self.painter.served:
-            self._send(404, json.dumps({"error": f"Request for unknown model: {self.path} is not found"}).encode())
+            self._send(404, json.dumps({"error": _unknown(model)}).encode())
             return
         if verb == "generate_stream":
             self._stream(json.loads(body))
@@ -304,6 +311,8 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._painter = painter
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802 (gRPC's name)
+        if request.model_name not in self._painter.served:
+            context.abort(grpc.StatusCode.NOT_FOUND, _unknown(request.model_name))
         inputs = self._inputs(request)
         wanted = [tensor.name for tensor in request.outputs]
         try:
@@ -320,8 +329,7 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         assert dict(context.invocation_metadata())["triton_grpc_error"] == "true"
         request = next(requests)
         if request.model_name not in self._painter.served:
-            message = f"Request for unknown model: '{request.model_name}' is not found"
-            yield service_pb2.ModelStreamInferResponse(error_message=message)
+            yield service_pb2.ModelStreamInferResponse(error_message=_unknown(request.model_name))
             return
         inputs = self._inputs(request)
         assert "RESPONSE_FORMAT" not in inputs
