@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,6 +88,9 @@ class Batch:
                         board.done(index, f"{path}  {describe(event.result)}")
         except (GenerationError, OSError) as error:
             self._open.pop(index, None)
+            if call.preview_every is None and getattr(error, "code", None) == "TIMEOUT":
+                with suppress(GenerationError):  # a stream's end is noticed by the server; this one has nobody left
+                    await self.client.cancel(call.id, timeout=_CANCEL_S)
             message = _message(error, self.naming.directory)
             self.errors.append((prompt, message))
             board.failed(index, message)

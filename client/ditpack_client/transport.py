@@ -57,7 +57,7 @@ class HttpTransport:
             headers["Inference-Header-Content-Length"] = str(header_length)
         with _Exchange(self._address, timeout) as exchange:
             response = exchange.request("POST", f"/v2/models/{model}/infer", body, headers)
-            content = response.read()
+            content = exchange.read_all(response)
         if response.status != 200:
             raise InferenceServerException(_reason(content), status=str(response.status))
         tensors: Tensors = client.parse_response_body(
@@ -70,7 +70,7 @@ class HttpTransport:
         with _Exchange(self._address, timeout) as exchange:
             response = exchange.request("POST", f"/v2/models/{model}/generate_stream", body, _JSON)
             if not _is_stream(response.getheader("Content-Type")):
-                raise InferenceServerException(_reason(response.read()), status=str(response.status))
+                raise InferenceServerException(_reason(exchange.read_all(response)), status=str(response.status))
             parser = sse.Parser()
             while received := exchange.read(response):
                 yield from parser.feed(received)
@@ -78,7 +78,7 @@ class HttpTransport:
     def is_ready(self, model: str, timeout: float) -> bool:
         with _Exchange(self._address, timeout) as exchange:
             response = exchange.request("GET", f"/v2/models/{model}/ready", b"", {})
-            response.read()  # so that what does not speak HTTP is found out
+            exchange.read_all(response)  # so that what does not speak HTTP is found out
             return bool(response.status == 200)
 
     def close(self) -> None:
@@ -112,6 +112,13 @@ class _Exchange:
         """What has arrived, when anything has; empty at the end."""
         self._bound()
         return response.read1(_CHUNK)
+
+    def read_all(self, response: http.client.HTTPResponse) -> bytes:
+        """Everything; response.read() would wait anew for each part."""
+        content = b"".join(iter(lambda: self.read(response), b""))
+        if response.length:  # of what was promised
+            raise http.client.IncompleteRead(content, response.length)
+        return content
 
     def _bound(self) -> None:
         left = self._ends - time.monotonic()

@@ -97,6 +97,12 @@ def test_no_server_is_not_tried_again(scheme: str) -> None:
         assert result.stderr == f"error: no server at {address}: start one with `ditpack serve`\n"
 
 
+def test_an_edit_that_takes_too_long_is_cancelled(url: str, painter: Painter) -> None:
+    result = run(edit, "photo.jpg", "endless", "--server", url, "--timeout", "0.3")
+    assert (result.exit_code, "within 0.3 s" in result.stderr) == (1, True)
+    assert painter.cancelled == set(painter.ids)
+
+
 # Ctrl-C.
 
 

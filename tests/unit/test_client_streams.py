@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
 from fake_kserve import SLOW_S, Painter, serve_grpc, serve_http
+from test_client import listener
 
 from ditpack_client import (
     AsyncClient,
@@ -141,6 +144,50 @@ def test_time_is_limited_as_a_whole(url: str, painter: Painter, stream: Stream) 
     assert time.monotonic() - began < SOON
     assert (caught.value.code, caught.value.message.endswith("within 0.3 s")) == ("TIMEOUT", True)
     wait_for(lambda: painter.ended[ID] == "gone")
+
+
+QUEUED = {"EVENT": json.dumps({"event": "queued", "id": ID, "position": 1})}
+
+
+@both
+@pytest.mark.parametrize(
+    ("sent", "code", "message"),
+    [
+        (f"data: {json.dumps(QUEUED)}\n\n", "UNAVAILABLE", "closed the connection"),
+        (f"data: {json.dumps(QUEUED)}\n\ndata: {{", "UNAVAILABLE", "closed the connection"),
+        ("data: nonsense\n\n", "INTERNAL", "no JSON"),
+        ("data: [1]\n\n", "INTERNAL", "no JSON objects"),
+        ('data: {"SEED_USED": 1}\n\n', "INTERNAL", "has no EVENT"),
+        ('data: {"EVENT": "{}"}\n\n', "INTERNAL", "has no 'event'"),
+        ('data: {"EVENT": "7"}\n\n', "INTERNAL", "no JSON"),
+    ],
+)
+def test_a_stream_that_breaks(stream: Stream, sent: str, code: str, message: str) -> None:
+    def behave(connection: socket.socket) -> None:
+        connection.recv(65536)
+        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(f"{head}{len(sent):x}\r\n{sent}\r\n".encode())
+
+    with listener(behave) as url, pytest.raises(GenerationError) as caught:
+        stream(url, "a kite")
+    assert (caught.value.code, message in caught.value.message) == (code, True), caught.value
+
+
+@pytest.mark.parametrize("length", [3, 10_000_000])
+def test_an_answer_that_trickles_is_bounded_as_a_whole(length: int) -> None:
+    """Each part comes well before the time-out, and one is missing at the end when the server gives up."""
+
+    def behave(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % length)
+        with suppress(OSError):  # the client has gone
+            for _ in range(min(length - 1, 100)):
+                connection.sendall(b"x")
+                time.sleep(0.02)
+
+    with listener(behave) as url, Client(url) as client, pytest.raises(GenerationError) as caught:
+        client.generate("a kite", timeout=0.3)
+    assert caught.value.code == ("UNAVAILABLE" if length == 3 else "TIMEOUT")
 
 
 def test_leaving_the_loop_cancels(url: str, painter: Painter) -> None:
