@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections import Counter
@@ -14,12 +15,15 @@ import typer
 from rich.console import Console
 
 from ditpack_client.address import Protocol
-from ditpack_client.client import DEFAULT_TIMEOUT, AsyncClient
+from ditpack_client.async_client import AsyncClient
+from ditpack_client.batch import Batch
+from ditpack_client.call import DEFAULT_TIMEOUT
 from ditpack_client.errors import GenerationError
 from ditpack_client.naming import Naming
-from ditpack_client.progress import Board, milliseconds
-from ditpack_client.result import ImageResult
 from ditpack_client.wire import EditRequest, ImageRequest, image_bytes
+
+_RETRIES = 5
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 class ProtocolName(StrEnum):
@@ -59,6 +63,13 @@ Format = Annotated[
     typer.Option(help="File format; otherwise that of the output's name, or png. Only png files keep the settings."),
 ]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each image, the server's queue included.")]
+Deadline = Annotated[
+    float | None,
+    typer.Option(min=0.001, max=2_000_000, help="Seconds after which the server drops an image that is not done."),
+]
+Retries = Annotated[
+    int, typer.Option(min=0, help="How often to try again, after longer and longer waits, when the server is full.")
+]
 Metadata = Annotated[
     bool,
     typer.Option(help="Keep prompt, size, steps, guidance and seed in PNG files, as the text chunk 'parameters'."),
@@ -78,11 +89,30 @@ def generate(
     protocol: Carrier = None,
     format: Format = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
+    deadline: Deadline = None,
+    retries: Retries = _RETRIES,
+    previews: Annotated[
+        Path | None,
+        typer.Option(help="Directory for small previews, PROMPT-STEP.jpg, while the images are made."),
+    ] = None,
+    preview_every: Annotated[int, typer.Option(min=1, help="Steps between two previews.")] = 5,
     metadata: Metadata = True,
 ) -> None:
-    """Ask a ditpack server for images and write them to files."""
+    """Ask a ditpack server for images and write them to files. Ctrl-C cancels them on the server."""
     requests = _requests(prompts, size, seed, steps, cfg, negative, count)
-    _ask(requests, output, server, protocol, format, timeout, metadata)
+    _ask(
+        requests,
+        output,
+        server,
+        protocol,
+        format,
+        timeout,
+        deadline,
+        retries,
+        metadata,
+        previews,
+        preview_every if previews is not None else 0,
+    )
 
 
 def edit(
@@ -107,6 +137,8 @@ def edit(
     protocol: Carrier = None,
     format: Format = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
+    deadline: Deadline = None,
+    retries: Retries = _RETRIES,
     metadata: Metadata = True,
 ) -> None:
     """Ask a ditpack server to edit images and write what it makes to files. The size is that of the last image."""
@@ -117,7 +149,7 @@ def edit(
     requests: list[ImageRequest] = [
         EditRequest(images=images, **request) for request in _requests(prompts, size, seed, steps, cfg, negative, count)
     ]
-    _ask(requests, output, server, protocol, format, timeout, metadata)
+    _ask(requests, output, server, protocol, format, timeout, deadline, retries, metadata)
 
 
 def _ask(
@@ -127,17 +159,28 @@ def _ask(
     protocol: ProtocolName | None,
     format: FileFormat | None,
     timeout: float,
+    deadline: float | None,
+    retries: int,
     metadata: bool,
+    previews: Path | None = None,
+    preview_every: int = 0,
 ) -> None:
     try:
         naming = Naming(output, format and format.value, len(requests))
         client = AsyncClient(server, cast(Protocol | None, protocol and protocol.value))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    _make_writable(naming.directory)
+    _make_writable(naming.directory, "--output")
+    if previews is not None:
+        _make_writable(previews, "--previews")
     for request in requests:
         request["output_format"] = naming.output_format
-    errors = asyncio.run(_run(client, requests, naming, timeout, metadata))
+        request["deadline_ms"] = None if deadline is None else math.ceil(1000 * deadline)
+    batch = Batch(client, requests, naming, timeout, retries, metadata, previews, preview_every)
+    try:
+        errors = asyncio.run(batch.run())
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
     if errors:
         print_errors(errors, len(requests))
         raise typer.Exit(1)
@@ -176,43 +219,14 @@ def _requests(
     ]
 
 
-def _make_writable(directory: Path) -> None:
+def _make_writable(directory: Path, option: str) -> None:
     """Refuse an output place before any image is paid for."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"cannot make {directory}: {error.strerror}", param_hint="--output") from None
+        raise typer.BadParameter(f"cannot make {directory}: {error.strerror}", param_hint=option) from None
     if not os.access(directory, os.W_OK):
-        raise typer.BadParameter(f"cannot write in {directory}", param_hint="--output")
-
-
-async def _run(
-    client: AsyncClient, requests: list[ImageRequest], naming: Naming, timeout: float, metadata: bool
-) -> list[tuple[str, str]]:
-    """Make every image and return (prompt, message) of those that failed."""
-    errors = []
-    prompts = [request["prompt"] for request in requests]
-    async with client:
-        with Board(Console(), prompts) as board:
-            async for index, outcome in client.generate_many(requests, concurrency=len(requests), timeout=timeout):
-                try:
-                    if isinstance(outcome, GenerationError):
-                        raise outcome
-                    path = naming.path(index + 1, prompts[index], outcome.seed)
-                    outcome.save(path, metadata=metadata)
-                except (GenerationError, OSError) as error:
-                    message = _message(error, naming.directory)
-                    errors.append((prompts[index], message))
-                    board.failed(index, message)
-                else:
-                    board.done(index, f"{path}  {describe(outcome)}")
-    return errors
-
-
-def _message(error: GenerationError | OSError, directory: Path) -> str:
-    if isinstance(error, GenerationError):
-        return error.message
-    return f"cannot write {error.filename or directory}: {error.strerror or error}"
+        raise typer.BadParameter(f"cannot write in {directory}", param_hint=option)
 
 
 def print_errors(errors: list[tuple[str, str]], images: int) -> None:
@@ -222,9 +236,3 @@ def print_errors(errors: list[tuple[str, str]], images: int) -> None:
         prompt = next(prompt for prompt, told in errors if told == message)
         which = f" ({count} images)" if count > 1 else f" ({prompt[:60]})" if images > 1 else ""
         console.print(f"error: {message}{which}")
-
-
-def describe(result: ImageResult) -> str:
-    """Size, seed and times of an image, in one line."""
-    times = f"queue {milliseconds(result.queue_ms)}, denoise {milliseconds(result.denoise_ms)}"
-    return f"{result.image.width}x{result.image.height}  seed {result.seed}  {result.steps} steps  {times}"

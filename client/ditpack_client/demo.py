@@ -14,8 +14,9 @@ import typer
 from PIL.Image import Image
 from rich.console import Console
 
-from ditpack_client.cli import describe, print_errors
-from ditpack_client.client import AsyncClient
+from ditpack_client.async_client import AsyncClient
+from ditpack_client.batch import describe
+from ditpack_client.cli import print_errors
 from ditpack_client.contact_sheet import Entry, contact_sheet
 from ditpack_client.errors import GenerationError
 from ditpack_client.metrics import EngineWatch

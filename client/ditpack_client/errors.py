@@ -22,8 +22,17 @@ _GRPC_CODES = {
     "UNAVAILABLE": "UNAVAILABLE",
     "DEADLINE_EXCEEDED": "TIMEOUT",
 }
-# Triton's HTTP front end answers 400 for CANCELLED as well; only the words tell them apart.
+# Triton's HTTP front end answers 400 for CANCELLED as well, and the errors of its streams have no code at all: only the
+# words tell them apart.
 _CANCELLED_WORDS = re.compile(r"cancelled by |DEADLINE_MS = \d+: the deadline passed")
+_STREAM_WORDS = {
+    "CANCELLED": _CANCELLED_WORDS,
+    "NOT_FOUND": re.compile(r"Request for unknown model"),
+    "INVALID_ARG": re.compile(r"[A-Z_]+ = |expected number of inputs|unexpected |inference input "),
+    "UNAVAILABLE": re.compile(
+        r"full: |.*(stayed full|shutting down|engine stopped|maximum queue size|timeout expired|is not ready)", re.I
+    ),
+}
 _TRITON_PREFIX = re.compile(r"^(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
 _NO_CONNECTION = re.compile(r"failed to connect|errors resolving|(dns|name) resolution", re.IGNORECASE)
 # Triton's HTTP port closes a connection that begins in HTTP/2; others answer in HTTP/1.
@@ -39,7 +48,10 @@ class GenerationError(Exception):
             the client's ``timeout``), NOT_FOUND (no such model), WITHHELD (made, and kept back by a filter in the
             ensemble), UNSUPPORTED or INTERNAL.
         message: one plain sentence.
+        request_id: the id that the request was sent with; None where none was sent.
     """
+
+    request_id: str | None = None
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -60,6 +72,11 @@ def plain_errors(server: str, timeout: float) -> Iterator[None]:
         raise _from_connection(error, server) from None
 
 
+def cut_short(server: str) -> GenerationError:
+    """For a stream that ends properly, but without its image."""
+    return GenerationError("INTERNAL", f"the stream of {server} ended without an image")
+
+
 def _from_triton(error: InferenceServerException, server: str, timeout: float) -> GenerationError:
     status = str(error.status() or "").removeprefix("StatusCode.")
     message = _TRITON_PREFIX.sub("", str(error.message() or "").strip()) or "the server gave no reason"
@@ -74,6 +91,8 @@ def _from_triton(error: InferenceServerException, server: str, timeout: float) -
         return _hung_up(server)
     if status == "400" and _CANCELLED_WORDS.match(message):
         code = "CANCELLED"
+    if not status:
+        code = next((code for code, words in _STREAM_WORDS.items() if words.match(message)), "INTERNAL")
     return GenerationError(code, message)
 
 

@@ -66,3 +66,9 @@ def slug(prompt: str) -> str:
             break
         text = f"{text}-{word}" if text else word[:_SLUG_CHARACTERS]
     return text or "image"
+
+
+def preview_name(index: int, count: int, prompt: str, step: int) -> str:
+    """The file name of a preview of the image at ``index`` (from 1) of ``count``. Its seed is not known yet."""
+    number = f"{str(index).zfill(len(str(count)))}-" if count > 1 else ""
+    return f"{number}{slug(prompt)}-{step:03d}.jpg"

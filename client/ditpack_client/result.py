@@ -26,7 +26,8 @@ class ImageResult:
             ``pack`` (how much of the engine's work was shared).
         data: the encoded file as the server sent it; empty for the format "raw".
         output_format: "png", "jpeg", "webp" or "raw".
-        model: the Triton model that was asked.
+        model: the Triton model that made it; a stream's is that of an image without one.
+        request_id: the id that the request was sent with.
     """
 
     image: Image.Image
@@ -35,6 +36,7 @@ class ImageResult:
     data: bytes
     output_format: str
     model: str
+    request_id: str = ""
 
     @property
     def queue_ms(self) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from ditpack_client.errors import GenerationError
+from ditpack_client.events import Event, Finished, Preview, Queued, Step
 from ditpack_client.result import ImageResult
 
 ImageSource = bytes | str | Path | Image.Image  # an encoded image, the name of its file, or a PIL image
@@ -64,7 +65,10 @@ _INPUTS = {
 }
 
 
-def input_tensors(request: ImageRequest) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
+Inputs = dict[str, tuple[str, np.ndarray[Any, Any]]]
+
+
+def input_tensors(request: ImageRequest) -> Inputs:
     """Wire name → (Triton data type, array of shape [1], of [n] for images) for every setting that is given.
 
     Raises:
@@ -117,18 +121,45 @@ def image_bytes(source: ImageSource) -> bytes:
         raise GenerationError("INVALID_ARG", f"IMAGES: cannot read {source}: {error.strerror or error}") from None
 
 
+def image_list(images: ImageSource | Sequence[ImageSource]) -> Sequence[ImageSource]:
+    """One image needs no list."""
+    return [images] if isinstance(images, ImageSource) else images
+
+
 def encode(protocol: ModuleType, request: ImageRequest) -> tuple[list[Any], list[Any]]:
     """``InferInput`` and ``InferRequestedOutput`` lists of ``protocol`` (tritonclient.http or tritonclient.grpc)."""
-    inputs = []
-    for name, (datatype, array) in input_tensors(request).items():
+    picture = "PIXELS" if request.get("output_format") == "raw" else "IMAGE"
+    names = (picture, "SEED_USED", "INFO")
+    return protocol_inputs(protocol, input_tensors(request)), [protocol.InferRequestedOutput(name) for name in names]
+
+
+def encode_control(protocol: ModuleType, action: str, request_id: str | None = None) -> tuple[list[Any], list[Any]]:
+    """The same for the model ``control``."""
+    inputs = {"ACTION": ("BYTES", np.array([action.encode()], dtype=np.object_))}
+    if request_id is not None:
+        inputs["ID"] = ("BYTES", np.array([request_id.encode()], dtype=np.object_))
+    return protocol_inputs(protocol, inputs), [protocol.InferRequestedOutput("ANSWER")]
+
+
+def stream_tensors(request: ImageRequest, preview_every: int) -> Inputs:
+    """``input_tensors`` for the model that streams; ``preview_every`` n: a preview after every n-th step."""
+    inputs = input_tensors(request)
+    if preview_every:
+        inputs["PREVIEW_EVERY"] = ("INT32", _array("PREVIEW_EVERY", "INT32", preview_every))
+    return inputs
+
+
+def protocol_inputs(protocol: ModuleType, inputs: Inputs) -> list[Any]:
+    """``InferInput``s of ``protocol``."""
+    tensors = []
+    for name, (datatype, array) in inputs.items():
         tensor = protocol.InferInput(name, list(array.shape), datatype)
         tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    picture = "PIXELS" if request.get("output_format") == "raw" else "IMAGE"
-    return inputs, [protocol.InferRequestedOutput(name) for name in (picture, "SEED_USED", "INFO")]
+        tensors.append(tensor)
+    return tensors
 
 
-def decode(tensors: Tensors, request: ImageRequest, model: str) -> ImageResult:
+def decode(tensors: Tensors, request: ImageRequest, model: str, request_id: str) -> ImageResult:
     """The image, seed and information of an answer.
 
     Raises:
@@ -137,22 +168,59 @@ def decode(tensors: Tensors, request: ImageRequest, model: str) -> ImageResult:
     """
     output_format = request.get("output_format") or "png"
     seed = int(_output(tensors, "SEED_USED").item())
-    try:
-        info = json.loads(_output(tensors, "INFO").item())
-    except ValueError as error:
-        raise GenerationError("INTERNAL", f"the server's INFO is no JSON: {error}") from None
+    info = _json(tensors, "INFO")
     reason = info.get("finish_reason", "stop")
     if reason != "stop":
         raise GenerationError("WITHHELD", f"the server made the picture and withholds it: {reason}")
     if output_format == "raw":
-        return ImageResult(Image.fromarray(_output(tensors, "PIXELS")), seed, info, b"", output_format, model)
+        pixels = Image.fromarray(_output(tensors, "PIXELS"))
+        return ImageResult(pixels, seed, info, b"", output_format, model, request_id)
+    image, data = _picture(tensors)
+    return ImageResult(image, seed, info, data, output_format, model, request_id)
+
+
+def decode_event(tensors: Tensors, request: ImageRequest, model: str, request_id: str) -> Event | None:
+    """One response of a stream; None for a kind of event that is not known here.
+
+    Raises:
+        GenerationError: as ``decode``.
+    """
+    told = _json(tensors, "EVENT")
+    try:
+        match told["event"]:
+            case "queued":
+                return Queued(request_id, told["position"])
+            case "step":
+                return Step(request_id, told["step"], told["steps"], told["seconds_per_step"], told["remaining_s"])
+            case "preview":
+                return Preview(request_id, told["step"], told["steps"], *_picture(tensors))
+            case "image":
+                return Finished(request_id, decode(tensors, request, model, request_id))
+    except KeyError as error:
+        raise GenerationError("INTERNAL", f"the server's EVENT has no {error}") from None
+    return None
+
+
+def decode_control(tensors: Tensors) -> dict[str, Any]:
+    """What ``control`` answered."""
+    return _json(tensors, "ANSWER")
+
+
+def _picture(tensors: Tensors) -> tuple[Image.Image, bytes]:
     data = bytes(_output(tensors, "IMAGE").item())
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
     except OSError as error:
         raise GenerationError("INTERNAL", f"the server's IMAGE is no image: {error}") from None
-    return ImageResult(image, seed, info, data, output_format, model)
+    return image, data
+
+
+def _json(tensors: Tensors, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(_output(tensors, name).item()))
+    except (ValueError, TypeError) as error:
+        raise GenerationError("INTERNAL", f"the server's {name} is no JSON: {error}") from None
 
 
 def _output(tensors: Tensors, name: str) -> np.ndarray[Any, Any]:

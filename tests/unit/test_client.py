@@ -130,7 +130,7 @@ def test_refusal_is_plain_and_has_its_code(url: str, generate: Generate) -> None
     assert caught.value.message == str(caught.value) == "WIDTH = 65: must be a multiple of 16"
     with pytest.raises(GenerationError) as caught:
         generate(url, "busy")
-    assert (caught.value.code, caught.value.message) == ("UNAVAILABLE", "the waiting room is full")
+    assert (caught.value.code, caught.value.message) == ("UNAVAILABLE", "full: the waiting room")
 
 
 def test_cancelled_over_http_is_told_apart_from_invalid(painter: Painter) -> None:
