@@ -18,9 +18,10 @@ from ditpack.engine.job import StepStats
 from ditpack.errors import Cancelled, DeadlinePassed, GenerationFailed, InvalidRequest, Unavailable
 from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
-from ditpack.tritonserver.metrics import SERIES, DecoderMetrics, EngineMetrics
+from ditpack.tritonserver.metrics import DecoderMetrics, EngineMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.responder import Responder
+from ditpack.tritonserver.series import SERIES
 from ditpack.tritonserver.tensors import Outputs, read_array, read_bytes, read_scalar
 
 
@@ -218,9 +219,9 @@ def test_engine_and_decoder_metrics_add_up() -> None:
     gc.collect()  # a family that nobody holds would be gone by now
     metrics.step(stats())
     metrics.step(stats(requests=3, rows=5, tokens=100, waiting=7, graph_replays=0, eager_forwards=2, pad_tokens=0))
-    instance = (("instance", "dit_0_0"),)
-    assert MetricFamily.series["ditpack_active_rows"] == {instance: 5}
-    assert MetricFamily.series["ditpack_waiting_requests"] == {instance: 7}
+    engine = (("engine", "dit_0_0"),)
+    assert MetricFamily.series["ditpack_active_rows"] == {engine: 5}
+    assert MetricFamily.series["ditpack_waiting_requests"] == {engine: 7}
     metrics.load(0, 0, 0)
     metrics.denoised(encode_s=0.5, queue_s=2.0, denoise_s=8.0)
     decoder.decoded(decode_s=0.25, total_s=10.75)
@@ -229,16 +230,16 @@ def test_engine_and_decoder_metrics_add_up() -> None:
     assert series.keys() == SERIES.keys(), "what the table names and what is made differ"
     series.pop("ditpack_requests_total")
     assert series == {
-        "ditpack_steps_total": [((), 2)],
+        "ditpack_steps_total": [(engine, 2)],
         "ditpack_step_requests_total": [((), 4)],
         "ditpack_shared_steps_total": [((), 1)],
         "ditpack_step_tokens_total": [((), 140)],
         "ditpack_step_seconds_total": [((), 0.2)],
         "ditpack_graph_replays_total": [((), 1)],
         "ditpack_eager_forwards_total": [((), 2)],
-        "ditpack_active_requests": [(instance, 0)],
-        "ditpack_active_rows": [(instance, 0)],
-        "ditpack_waiting_requests": [(instance, 0)],
+        "ditpack_active_requests": [(engine, 0)],
+        "ditpack_active_rows": [(engine, 0)],
+        "ditpack_waiting_requests": [(engine, 0)],
         "ditpack_step_seconds": [((), 0.2)],
         "ditpack_step_tokens": [((), 140)],
         "ditpack_step_pad_tokens": [((), 8)],
