@@ -30,9 +30,13 @@ class Unavailable(DitpackError):
 
 
 class Cancelled(DitpackError):
-    """The client cancelled, or the request's own deadline passed."""
+    """Nobody wants the result any more."""
 
     code = "CANCELLED"
+
+
+class DeadlinePassed(Cancelled):
+    """The request's own deadline passed."""
 
 
 class GenerationFailed(DitpackError):

@@ -157,7 +157,7 @@ def metric(server: TritonServer, name: str, **labels: str) -> float:
 
 
 def outcomes(server: TritonServer) -> dict[str, int]:
-    names = ("ok", "invalid", "cancelled", "unavailable", "failed")
+    names = ("ok", "invalid", "cancelled", "deadline", "unavailable", "failed")
     return {name: int(metric(server, "ditpack_requests_total", outcome=name)) for name in names}
 
 

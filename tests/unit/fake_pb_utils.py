@@ -212,9 +212,34 @@ class Metric:
             raise TritonModelException("Failed to set metric value: not a gauge")
         self._values[self._key] = value
 
+    def observe(self, value: float) -> None:
+        self._check()
+        raise TritonModelException("Failed to observe metric value: not a histogram")
+
+
+class Histogram(Metric):
+    """Its value here is the sum of what was observed."""
+
+    def __init__(
+        self, family: MetricFamily, values: dict[tuple, float], labels: dict[str, str], buckets: list[float]
+    ) -> None:
+        if not buckets or sorted(set(buckets)) != buckets:
+            raise TritonModelException("Failed to create metric. Buckets must be ascending.")
+        super().__init__(family, values, labels)
+
+    def increment(self, amount: float) -> None:
+        raise TritonModelException("Failed to increment metric value: a histogram")
+
+    def set(self, value: float) -> None:
+        raise TritonModelException("Failed to set metric value: a histogram")
+
+    def observe(self, value: float) -> None:
+        self._check()
+        self._values[self._key] += value
+
 
 class MetricFamily:
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
     enabled = True
     series: ClassVar[dict[str, dict[tuple, float]]] = {}  # name → labels → value, shared by all instances as in Triton
 
@@ -223,10 +248,14 @@ class MetricFamily:
             raise TritonModelException("Error when creating MetricFamily: metrics are not enabled")
         self.name, self.kind = name, kind
         assert description
-        assert kind in (self.COUNTER, self.GAUGE)
+        assert kind in ("counter", "gauge", "histogram")
 
-    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 - Triton's name
-        return Metric(self, MetricFamily.series.setdefault(self.name, {}), labels)
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - Triton's name
+        values = MetricFamily.series.setdefault(self.name, {})
+        if self.kind == "histogram":
+            return Histogram(self, values, labels, buckets or [])
+        assert buckets is None
+        return Metric(self, values, labels)
 
 
 class Logger:

@@ -21,7 +21,7 @@ from ditpack.errors import DitpackError, GenerationFailed, InvalidRequest, Unava
 from ditpack.request import Limits, resolve, resolve_json
 from ditpack.sampling.qwen_image import QwenImageSampler
 from ditpack.tritonserver.dit_door import DitDoor
-from ditpack.tritonserver.metrics import StepMetrics
+from ditpack.tritonserver.metrics import EngineMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance
 from ditpack.tritonserver.tensors import Outputs
@@ -40,7 +40,7 @@ class StubEngine:
         self.timeouts: list[float] = []
         self.on_submit = on_submit or (lambda job, timeout: job.deliver(DONE))
         self.healthy = True
-        self.active_requests = self.waiting_requests = 0
+        self.active_requests = self.active_rows = self.waiting_requests = 0
         self.closed: list[float] = []
 
     def submit(self, job: Job, timeout: float) -> None:
@@ -64,7 +64,7 @@ def new_dit(engine: Any, admission_timeout_s: float = 30.0) -> FakeModel:
         admission_timeout_s,
         outputs,
         Outcomes("dit"),
-        StepMetrics("dit_0_0"),
+        EngineMetrics("dit_0_0"),
     )
     return FakeModel("dit", instance=door)
 

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import fake_pb_utils
 import numpy as np
@@ -14,12 +15,13 @@ import pytest
 from fake_pb_utils import InferenceRequest, InferenceResponse, Logger, MetricFamily, TritonError
 
 from ditpack.engine.job import StepStats
-from ditpack.errors import Cancelled, GenerationFailed, InvalidRequest, Unavailable
+from ditpack.errors import Cancelled, DeadlinePassed, GenerationFailed, InvalidRequest, Unavailable
 from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
-from ditpack.tritonserver.metrics import StepMetrics
+from ditpack.tritonserver.metrics import DecoderMetrics, EngineMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.responder import Responder
+from ditpack.tritonserver.series import SERIES
 from ditpack.tritonserver.tensors import Outputs, read_array, read_bytes, read_scalar
 
 
@@ -132,6 +134,7 @@ def test_a_responder_that_got_no_sender_leaves_the_error_to_execute() -> None:
         (InvalidRequest("WIDTH", 65, "must be a multiple of 16"), "INVALID_ARG", "invalid"),
         (Unavailable("full"), "UNAVAILABLE", "unavailable"),
         (Cancelled("gone"), "CANCELLED", "cancelled"),
+        (DeadlinePassed("late"), "CANCELLED", "deadline"),
         (GenerationFailed("broken"), "INTERNAL", "failed"),
     ],
 )
@@ -157,39 +160,95 @@ def test_an_unexpected_error_tells_the_client_its_type_and_the_log_everything() 
     assert "test_doors_responder.py" in json.loads(line)["traceback"]
 
 
-def test_prompts_stay_out_of_the_log() -> None:
-    Outcomes("prepare").failure("r1", InvalidRequest("PROMPT", "my secret wish", "must not be so"))
+def invalid_prompt() -> InvalidRequest:
+    error = InvalidRequest("PROMPT", "my secret wish", "must not be so")
+    error.__cause__ = ValueError("about a secret")
+    return error
+
+
+def test_prompts_stay_out_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DITPACK_LOG_PROMPTS", raising=False)
+    outcomes = Outcomes("prepare")
+    outcomes.accepted("r1", "my secret wish", "no secret")
+    outcomes.failure("r1", invalid_prompt())
     assert json.loads(Logger.lines[-1][1])["field"] == "PROMPT"
     assert not any("secret" in line for _, line in Logger.lines)
+
+
+def test_prompts_are_logged_where_that_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITPACK_LOG_PROMPTS", "1")
+    outcomes = Outcomes("prepare")
+    outcomes.accepted("r1", "my secret wish", None)
+    outcomes.failure("r2", invalid_prompt())
+    accepted, refused = (json.loads(line) for _, line in Logger.lines)
+    assert accepted == {
+        "event": "prompt", "model": "prepare", "id": "r1", "prompt": "my secret wish", "negative_prompt": None,
+    }  # fmt: skip
+    assert "my secret wish" in refused["message"]
+
+
+def stats(**values: Any) -> StepStats:
+    plain = {"requests": 1, "rows": 2, "tokens": 40, "waiting": 0, "seconds": 0.1}
+    return StepStats(**plain | {"graph_replays": 1, "eager_forwards": 0, "pad_tokens": 8} | values)
 
 
 def test_without_metrics_everything_else_works() -> None:
     MetricFamily.enabled = False
     outcomes = Outcomes("dit")
-    metrics = StepMetrics("dit_0_0")
+    metrics = EngineMetrics("dit_0_0")
     MetricFamily.enabled = True
     assert outcomes.failure("r1", Cancelled("x")).has_error()
-    metrics.step(StepStats(requests=2, rows=4, tokens=64, waiting=1, seconds=0.1, graph_replays=1))
+    metrics.step(stats())
+    metrics.denoised(1.0, 2.0, 3.0)
     assert not MetricFamily.series
 
 
-def test_step_metrics_add_up() -> None:
-    metrics = StepMetrics("dit_0_0")
+def test_a_triton_without_histograms_has_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(MetricFamily, "HISTOGRAM")
+    metrics = EngineMetrics("dit_0_0")
+    metrics.step(stats())
+    metrics.denoised(1.0, 2.0, 3.0)
+    DecoderMetrics().decoded(1.0, 2.0)
+    Outcomes("dit")
+    assert set(MetricFamily.series) == {name for name, series in SERIES.items() if series.kind != "HISTOGRAM"}
+
+
+def test_engine_and_decoder_metrics_add_up() -> None:
+    metrics = EngineMetrics("dit_0_0")
+    decoder = DecoderMetrics()
     gc.collect()  # a family that nobody holds would be gone by now
-    metrics.step(StepStats(requests=1, rows=2, tokens=40, waiting=0, seconds=0.1, graph_replays=1))
-    metrics.step(StepStats(requests=3, rows=5, tokens=100, waiting=7, seconds=0.1, graph_replays=1))
-    metrics.load(0, 0)
+    metrics.step(stats())
+    metrics.step(stats(requests=3, rows=5, tokens=100, waiting=7, graph_replays=0, eager_forwards=2, pad_tokens=0))
+    engine = (("engine", "dit_0_0"),)
+    assert MetricFamily.series["ditpack_active_rows"] == {engine: 5}
+    assert MetricFamily.series["ditpack_waiting_requests"] == {engine: 7}
+    metrics.load(0, 0, 0)
+    metrics.denoised(encode_s=0.5, queue_s=2.0, denoise_s=8.0)
+    decoder.decoded(decode_s=0.25, total_s=10.75)
+    Outcomes("dit")
     series = {name: list(values.items()) for name, values in MetricFamily.series.items()}
-    instance = (("instance", "dit_0_0"),)
+    assert series.keys() == SERIES.keys(), "what the table names and what is made differ"
+    series.pop("ditpack_requests_total")
     assert series == {
-        "ditpack_steps_total": [((), 2)],
+        "ditpack_steps_total": [(engine, 2)],
         "ditpack_step_requests_total": [((), 4)],
         "ditpack_shared_steps_total": [((), 1)],
         "ditpack_step_tokens_total": [((), 140)],
         "ditpack_step_seconds_total": [((), 0.2)],
-        "ditpack_graph_replays_total": [((), 2)],
-        "ditpack_active_requests": [(instance, 0)],
-        "ditpack_waiting_requests": [(instance, 0)],
+        "ditpack_graph_replays_total": [((), 1)],
+        "ditpack_eager_forwards_total": [((), 2)],
+        "ditpack_active_requests": [(engine, 0)],
+        "ditpack_active_rows": [(engine, 0)],
+        "ditpack_waiting_requests": [(engine, 0)],
+        "ditpack_step_seconds": [((), 0.2)],
+        "ditpack_step_tokens": [((), 140)],
+        "ditpack_step_pad_tokens": [((), 8)],
+        "ditpack_stage_seconds": [
+            ((("stage", stage),), seconds)
+            for stage, seconds in (("encode", 0.5), ("queue", 2.0), ("denoise", 8.0), ("decode", 0.25))
+        ],
+        "ditpack_time_to_first_step_seconds": [((), 2.5)],
+        "ditpack_request_seconds": [((), 10.75)],
     }
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_tools import TIMEOUT, Hooked, Ticket, conditioning, engine, request, run, tiny_sampler
+from engine_tools import TIMEOUT, Hooked, Ticket, conditioning, engine, has_seed, request, run, tiny_sampler
 from oracle import relative_error
 
 from ditpack.engine.job import Result, StepStats
-from ditpack.errors import Cancelled, InvalidRequest, Unavailable
+from ditpack.errors import Cancelled, GenerationFailed, InvalidRequest, Unavailable
+from ditpack.models.graphs import bucket_for
+from ditpack.packing.layout import Row
 from ditpack.request import ImageRequest
 from ditpack.sampling.qwen_image import Conditioning, Pack, QwenImageSampler
 
@@ -147,6 +149,51 @@ def test_the_budget_bounds_every_step(sampler: QwenImageSampler) -> None:
     assert max(step.requests for step in stats) == 3
     assert max(step.rows for step in stats) == 6
     assert sum(step.requests for step in stats) == 7 * 4
+    assert {(step.eager_forwards, step.graph_replays, step.pad_tokens) for step in stats} == {(1, 0, 0)}
+
+
+def test_stats_of_steps_that_are_padded_or_split_up(tiny_checkpoint: Path) -> None:
+    stats: list[StepStats] = []
+    sampler = tiny_sampler(tiny_checkpoint)
+    sampler._graph_tokens = 3072  # buckets as on a GPU
+    broken = has_seed(13)
+    failed = threading.Event()
+
+    def fail(pack: Pack) -> None:
+        if broken(pack):
+            failed.set()
+            raise RuntimeError("broken")
+
+    served = engine(Hooked(sampler, step=fail), on_step=stats.append)
+    good, bad = Ticket(request(seed=1)), Ticket(request(seed=13))
+    served.submit(good.job, TIMEOUT)
+    served.submit(bad.job, TIMEOUT)
+    good.latents()
+    assert isinstance(bad.outcome(), GenerationFailed)
+    served.close(TIMEOUT)
+    for step in stats:
+        bucket = bucket_for([row for _ in range(step.requests) for row in rows_of(sampler)], 3072)
+        assert bucket is not None
+        alone = step.requests == 1 and step.eager_forwards == 1
+        assert step.pad_tokens == (bucket.tokens - step.tokens if alone else 0)
+    assert sum(step.eager_forwards for step in stats) == 4, "one a step of the good one's, whoever was in its pack"
+    assert failed.is_set()
+
+
+def rows_of(sampler: QwenImageSampler) -> tuple[Row, ...]:
+    return sampler.rows(request(), conditioning(request()))
+
+
+def test_the_queue_time_counts_from_the_jobs_arrival(sampler: QwenImageSampler) -> None:
+    """Not from its place in the waiting room: what it waited for that is waiting too."""
+    served = engine(sampler)
+    ticket = Ticket(request(), arrived=time.monotonic() - 100)
+    served.submit(ticket.job, TIMEOUT)
+    outcome = ticket.outcome()
+    served.close(TIMEOUT)
+    assert isinstance(outcome, Result)
+    assert 100_000 < outcome.info["queue_ms"] < 160_000
+    assert outcome.info["denoise_ms"] < 60_000
 
 
 def test_a_short_request_goes_before_a_long_one_and_neither_changes(sampler: QwenImageSampler) -> None:

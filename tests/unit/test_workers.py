@@ -93,7 +93,15 @@ def test_the_clean_latents_can_be_looked_at(sampler: ParallelSampler, tiny_check
         member: Any = each.begin(MIX[0], conditioning(MIX[0]))
         each.step(each.pack([member]))
         previews.append(each.preview(member)())
+        assert each.eager_forwards > 0
     assert float((previews[0] - previews[1]).abs().max()) < 1e-4
+
+
+def test_padding_is_what_makes_the_tokens_divisible(sampler: ParallelSampler) -> None:
+    for prompt in ("a red apple", "a red apple!"):
+        member = sampler.begin(even := request(prompt=prompt, true_cfg_scale=1.0), conditioning(even))
+        assert sampler.pack([member]).pad_tokens == member.tokens % 2
+    assert {len("a red apple") % 2, len("a red apple!") % 2} == {0, 1}
 
 
 def test_members_are_forgotten_with_their_proxies(sampler: ParallelSampler) -> None:

@@ -83,6 +83,12 @@ class Engine:
         return len(self._active)
 
     @property
+    def active_rows(self) -> int:
+        """How many rows the current step has."""
+        members = [flight.member for flight in tuple(self._active)]  # the engine's thread changes it
+        return sum(len(member.rows) for member in members if member is not None)
+
+    @property
     def waiting_requests(self) -> int:
         """How many requests wait for their turn, begun or not."""
         return len(self._flights) - len(self._active)
@@ -96,8 +102,8 @@ class Engine:
             Unavailable: the room stayed full, or the engine is stopping or dead.
         """
         tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
-        flight = Flight(job, tokens, time.monotonic())
-        until = flight.submitted + timeout
+        flight = Flight(job, tokens)
+        until = time.monotonic() + timeout
         with self._changed:
             while True:
                 if self._refusal is not None:
@@ -263,7 +269,7 @@ class Engine:
         started = time.monotonic()
         members = [flight.member for flight in self._active if flight.member is not None]
         rows, tokens = sum(len(member.rows) for member in members), sum(member.tokens for member in members)
-        replays = self._sampler.graph_replays
+        replays, eager = self._sampler.graph_replays, self._sampler.eager_forwards
         pack, failures = advance(self._sampler, members, self._pack)
         self._sampler.throttle()
         self._pack = pack if pack is not None and pack.steps_left else None
@@ -285,6 +291,8 @@ class Engine:
                 waiting=self.waiting_requests,
                 seconds=time.monotonic() - started,
                 graph_replays=self._sampler.graph_replays - replays,
+                eager_forwards=self._sampler.eager_forwards - eager,
+                pad_tokens=0 if pack is None else pack.pad_tokens,
             )
             on_step = self._on_step
             self._delivery.put(lambda: on_step(stats))
@@ -323,7 +331,7 @@ class Engine:
     def _deliver(self, flight: Flight, latents: Callable[[], torch.Tensor], finished: float) -> None:
         sizes = flight.pack_sizes
         info = {
-            "queue_ms": 1000 * (flight.started - flight.submitted),
+            "queue_ms": 1000 * (flight.started - flight.job.arrived),
             "denoise_ms": 1000 * (finished - flight.started),
             "steps": len(sizes),
             "pack": {

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ditpack.engine.job import Job, Progress
-from ditpack.errors import Cancelled, DitpackError, GenerationFailed
+from ditpack.errors import Cancelled, DeadlinePassed, DitpackError, GenerationFailed
 from ditpack.sampling.sampler import Member, Sampler
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ class Flight:
 
     job: Job
     first_tokens: int
-    submitted: float
     skipped: int = 0
     cancelled: bool = False  # by its id
     started: float = 0.0
@@ -81,7 +80,7 @@ class Flight:
     def passed_deadline(self) -> Cancelled | None:
         if not self.job.request.expired:
             return None
-        return Cancelled(f"DEADLINE_MS = {self.job.request.deadline_ms}: the deadline passed after {self._so_far}")
+        return DeadlinePassed(f"DEADLINE_MS = {self.job.request.deadline_ms}: the deadline passed after {self._so_far}")
 
     def as_answer(self, error: Exception) -> DitpackError:
         """``error`` as the client may see it; what is unexpected goes to the log, not to the client."""

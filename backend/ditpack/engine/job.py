@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class Job:
     conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]
     is_cancelled: Callable[[], bool] = lambda: False
+    arrived: float = field(default_factory=time.monotonic)  # when its wait began
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,5 @@ class StepStats:
     waiting: int
     seconds: float
     graph_replays: int  # forwards of it that ran from a captured CUDA graph
+    eager_forwards: int  # the others; several when a failed step was split up
+    pad_tokens: int  # tokens of padding in the forward, on top of ``tokens``; 0 when the step was split up

@@ -49,6 +49,7 @@ class RemotePack:
     group: WorkerGroup
     members: Sequence[RemoteMember]
     steps_left: int
+    pad_tokens: int  # in the flat order of all ranks
 
 
 class ParallelSampler:
@@ -67,6 +68,7 @@ class ParallelSampler:
     graph_replays = 0
 
     def __init__(self, planner: Sampler[Any, Any], config: WorkerConfig, timeout_s: float, restart: bool) -> None:
+        self.eager_forwards = 0
         self._planner = planner
         self._config = config
         self._timeout_s = timeout_s
@@ -124,9 +126,13 @@ class ParallelSampler:
         group = self._live()
         if any(member.group is not group for member in members):
             raise WorkersLost("the workers that had begun this request were lost")
-        return RemotePack(group, members, group.call("lay_out", [member.key for member in members])[0])
+        steps_left = group.call("lay_out", [member.key for member in members])[0]
+        tokens = sum(member.tokens for member in members)
+        shares = len(self._config.devices) if self._config.parallel == "tokens" else 1
+        return RemotePack(group, members, steps_left, pad_tokens=-tokens % shares)
 
     def step(self, pack: RemotePack) -> None:
+        self.eager_forwards += 1
         pack.steps_left, states = pack.group.call("step")[0]
         for member, (rows, steps_left) in zip(pack.members, states, strict=True):
             member.rows, member.steps_left = rows, steps_left

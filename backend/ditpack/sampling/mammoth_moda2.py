@@ -100,6 +100,11 @@ class Pack:
         """How many steps this pack can take before it has to be built anew."""
         return len(self.timesteps) - self.next
 
+    @property
+    def pad_tokens(self) -> int:
+        """Always 0."""
+        return 0
+
 
 class MammothModa2Sampler(OnDevice):
     """Begins, packs, steps and finishes requests on one device."""
@@ -192,6 +197,7 @@ class MammothModa2Sampler(OnDevice):
         total, guided = len(pack.latents), pack.guided_tokens
         image = pack.latents.to(self.dtype)
         inputs = torch.cat((image, image[:guided]))
+        self.eager_forwards += 1
         predicted = self.transformer(inputs, pack.context, pack.timesteps[pack.next], pack.plan).float()
         velocity, unconditional = predicted[:total], predicted[total:]
         if guided:

@@ -16,6 +16,7 @@ class OnDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.graph_replays = 0  # for a sampler with graphs to count
+        self.eager_forwards = 0  # for every sampler to count
         self._previous_step: torch.cuda.Event | None = None
 
     def bind_thread(self) -> None:

@@ -110,6 +110,11 @@ class Pack:
         """How many steps this pack can take before it has to be built anew."""
         return len(self.modulation_slots) - self.next
 
+    @property
+    def pad_tokens(self) -> int:
+        """Tokens that fill the pack up to its bucket."""
+        return self.bucket.tokens - sum(member.tokens for member in self.members) if self.bucket else 0
+
 
 class QwenImageSampler(OnDevice):
     """Begins, packs, steps and finishes requests on one device.
@@ -254,7 +259,7 @@ class QwenImageSampler(OnDevice):
         inputs = (image, pack.modulation_slots[pack.next])
         lasting = (pack.text, pack.layout, pack.rotary)
         predicted = self.graphs.run(pack.bucket, inputs, lasting, owner=pack)[pack.targets].float()
-        self.graph_replays = self.graphs.replays
+        self.graph_replays, self.eager_forwards = self.graphs.replays, self.graphs.eager_steps
         positive, negative = predicted[: len(latents)], predicted[len(latents) :]
         if not guided:
             return positive

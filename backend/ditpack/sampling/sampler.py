@@ -36,6 +36,10 @@ class Pack(Protocol):
     def steps_left(self) -> int:
         """How many steps it can take before it has to be built anew."""
 
+    @property
+    def pad_tokens(self) -> int:
+        """Tokens of its forward that are padding."""
+
 
 MemberT = TypeVar("MemberT", bound=Member)
 PackT = TypeVar("PackT", bound=Pack)
@@ -57,7 +61,11 @@ class Sampler(Protocol[MemberT, PackT]):
 
     @property
     def graph_replays(self) -> int:
-        """How many forwards so far ran from a captured CUDA graph; the others ran eagerly."""
+        """How many forwards so far ran from a captured CUDA graph."""
+
+    @property
+    def eager_forwards(self) -> int:
+        """How many ran eagerly."""
 
     def conditioning(self, request: Any, read: Callable[[str], Tensor]) -> Any:
         """What the model is conditioned on, from the input tensors that ``read`` returns by their names on the wire.

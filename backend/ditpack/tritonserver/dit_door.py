@@ -16,7 +16,7 @@ from ditpack.request import Request, resolve_json
 from ditpack.tritonserver import dit_devices
 from ditpack.tritonserver.isolation import check_deadline
 from ditpack.tritonserver.logs import route_logs
-from ditpack.tritonserver.metrics import StepMetrics
+from ditpack.tritonserver.metrics import EngineMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import DitSettings, Instance
 from ditpack.tritonserver.responder import Responder
@@ -42,7 +42,7 @@ class DitDoor:
         admission_timeout_s: float,
         outputs: Outputs,
         outcomes: Outcomes,
-        metrics: StepMetrics,
+        metrics: EngineMetrics,
     ) -> None:
         self._engine = engine
         self._channel = channel
@@ -75,7 +75,7 @@ class DitDoor:
         checkpoint = open_checkpoint(settings.checkpoint, settings.weights)
         limits = checkpoint.limits(settings.max_pixels)
         sampler = dit_devices.load(instance, settings, checkpoint)
-        metrics = StepMetrics(instance.name)
+        metrics = EngineMetrics(instance.name)
         try:
             token_budget = settings.token_budget or default_token_budget(sampler)
         except BaseException:
@@ -134,10 +134,13 @@ class DitDoor:
                 if isinstance(result, DitpackError):
                     raise result
                 responder.send(self._response(resolved, result, encode_ms, requested))
+                times = (encode_ms, result.info["queue_ms"], result.info["denoise_ms"])
+                self._metrics.denoised(*(milliseconds / 1000 for milliseconds in times))
             except Exception as error:  # whatever it was, it is this request's answer
                 responder.fail(error)
             finally:
-                self._metrics.load(self._engine.active_requests, self._engine.waiting_requests)
+                engine = self._engine
+                self._metrics.load(engine.active_requests, engine.active_rows, engine.waiting_requests)
 
         return Job(
             request=resolved,
@@ -146,6 +149,7 @@ class DitDoor:
             deliver=deliver,
             # For the engine's thread alone: tritonserver 2.51 crashed now and then when two threads of a model asked at once.
             is_cancelled=responder.is_cancelled,
+            arrived=arrived_ns / 1e9,
         )
 
     def _response(

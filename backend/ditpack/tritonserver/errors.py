@@ -6,12 +6,12 @@ import re
 
 import triton_python_backend_utils as pb_utils
 
-from ditpack.errors import Cancelled, DitpackError, GenerationFailed, Unavailable
+from ditpack.errors import Cancelled, DeadlinePassed, DitpackError, GenerationFailed, Unavailable
 
 # DitpackError.code, also the name of Triton's code → the outcome's name in `ditpack_requests_total` and in the log.
 # Triton's own constants are looked up late: while model.py is imported, pb_utils does not have them yet.
 _OUTCOMES = {"INVALID_ARG": "invalid", "CANCELLED": "cancelled", "UNAVAILABLE": "unavailable", "INTERNAL": "failed"}
-OUTCOMES = ("ok", *_OUTCOMES.values())
+OUTCOMES = ("ok", *_OUTCOMES.values(), "deadline")
 
 
 def triton_error(error: Exception) -> pb_utils.TritonError:
@@ -23,7 +23,9 @@ def triton_error(error: Exception) -> pb_utils.TritonError:
 
 
 def outcome(error: Exception) -> str:
-    """``invalid``, ``cancelled``, ``unavailable`` or ``failed``."""
+    """``invalid``, ``cancelled``, ``deadline``, ``unavailable`` or ``failed``."""
+    if isinstance(error, DeadlinePassed):  # on the wire it is CANCELLED too
+        return "deadline"
     return _OUTCOMES[error.code] if isinstance(error, DitpackError) else "failed"
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import triton_python_backend_utils as pb_utils
 
-from ditpack.errors import Cancelled
+from ditpack.errors import DeadlinePassed
 from ditpack.request import Request
 from ditpack.tritonserver.outcomes import Outcomes
 
@@ -16,9 +16,9 @@ Made = TypeVar("Made")
 
 
 def check_deadline(request: Request, before: str) -> None:
-    """Raise Cancelled when ``request`` came too late for the work named ``before``."""
+    """Raise DeadlinePassed when ``request`` came too late for the work named ``before``."""
     if request.expired:
-        raise Cancelled(f"DEADLINE_MS = {request.deadline_ms}: the deadline passed before {before} began")
+        raise DeadlinePassed(f"DEADLINE_MS = {request.deadline_ms}: the deadline passed before {before} began")
 
 
 def answer_each(

@@ -1,4 +1,8 @@
-"""Our Prometheus metrics, beside Triton's on /metrics. With metrics off (``--allow-metrics=false``) they do nothing."""
+"""Our Prometheus metrics, beside Triton's on /metrics. With metrics off (``--allow-metrics=false``) they do nothing.
+
+An operation takes Triton some 10 us and goes through one thread that all of an instance's calls share: a dozen a step
+are fine, one a token is not. None is done on the engine's thread.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,44 @@ from typing import TYPE_CHECKING
 import triton_python_backend_utils as pb_utils
 
 from ditpack.tritonserver.errors import OUTCOMES
+from ditpack.tritonserver.series import SERIES
 
 if TYPE_CHECKING:
     from ditpack.engine.job import StepStats
 
 
 class _Metric:
-    """One series. It keeps its family alive: Triton invalidates the metrics of a family that Python has dropped."""
+    """One series, labelled ``label``. It keeps its family alive: Triton invalidates the metrics of a dropped one."""
 
-    def __init__(self, name: str, description: str, kind: str, labels: dict[str, str] | None = None) -> None:
+    def __init__(self, name: str, label: str | None = None) -> None:
+        self._value: float | None = None
+        self._series = None
+        series = SERIES[name]
+        labels = {} if series.label is None else {series.label: label}
+        buckets = {"buckets": list(series.buckets)} if series.buckets else {}
+        kind = getattr(pb_utils.MetricFamily, series.kind, None)
+        if kind is None:  # no histograms before Triton 24.08
+            pb_utils.Logger.log_info(f"metric {name} is off: this Triton has no {series.kind}")
+            return
         try:
-            self._family = pb_utils.MetricFamily(
-                name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
-            )
-            self._series = self._family.Metric(labels=labels or {})
+            self._family = pb_utils.MetricFamily(name=name, description=series.description, kind=kind)
+            self._series = self._family.Metric(labels=labels, **buckets)
         except pb_utils.TritonModelException as reason:
             pb_utils.Logger.log_info(f"metric {name} is off: {reason}")
-            self._series = None
 
     def add(self, amount: float = 1) -> None:
-        if self._series is not None:
+        if self._series is not None and amount:
             self._series.increment(amount)
 
     def set(self, value: float) -> None:
-        if self._series is not None:
+        """For a gauge of this engine's own: Triton hears of changes only."""
+        if self._series is not None and value != self._value:
             self._series.set(value)
+            self._value = value
+
+    def observe(self, value: float) -> None:
+        if self._series is not None:
+            self._series.observe(value)
 
 
 class RequestMetrics:
@@ -41,30 +58,35 @@ class RequestMetrics:
     """
 
     def __init__(self) -> None:
-        self._by_outcome = {
-            outcome: _Metric("ditpack_requests_total", "Requests by how they ended", "COUNTER", {"outcome": outcome})
-            for outcome in OUTCOMES
-        }
+        self._by_outcome = {outcome: _Metric("ditpack_requests_total", outcome) for outcome in OUTCOMES}
 
     def count(self, outcome: str) -> None:
         self._by_outcome[outcome].add()
 
 
-class StepMetrics:
-    """What the engine's steps did. Counters add up over all instances; the gauges have one series an instance."""
+class EngineMetrics:
+    """What an engine does. Each has gauges and a step counter of its own; the rest adds up over all of a server's.
 
-    def __init__(self, instance: str) -> None:
-        labels = {"instance": instance}
-        self._steps = _Metric("ditpack_steps_total", "Denoising steps (packed forwards)", "COUNTER")
-        self._requests = _Metric(
-            "ditpack_step_requests_total", "Requests in the pack, summed over steps; over steps: mean pack", "COUNTER"
-        )
-        self._shared = _Metric("ditpack_shared_steps_total", "Steps that carried more than one request", "COUNTER")
-        self._seconds = _Metric("ditpack_step_seconds_total", "Seconds spent in steps", "COUNTER")
-        self._replays = _Metric("ditpack_graph_replays_total", "Forwards run from a CUDA graph, not eagerly", "COUNTER")
-        self._tokens = _Metric("ditpack_step_tokens_total", "Tokens in the pack, summed over steps", "COUNTER")
-        self._active = _Metric("ditpack_active_requests", "Requests being denoised", "GAUGE", labels)
-        self._waiting = _Metric("ditpack_waiting_requests", "Requests in the waiting room", "GAUGE", labels)
+    For one thread: the engine's delivery thread. ``engine`` is the name of Triton's instance; the label is not called
+    ``instance``, because Prometheus calls the server that.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._steps = _Metric("ditpack_steps_total", engine)
+        self._requests = _Metric("ditpack_step_requests_total")
+        self._shared = _Metric("ditpack_shared_steps_total")
+        self._seconds = _Metric("ditpack_step_seconds_total")
+        self._replays = _Metric("ditpack_graph_replays_total")
+        self._eager = _Metric("ditpack_eager_forwards_total")
+        self._tokens = _Metric("ditpack_step_tokens_total")
+        self._active = _Metric("ditpack_active_requests", engine)
+        self._rows = _Metric("ditpack_active_rows", engine)
+        self._waiting = _Metric("ditpack_waiting_requests", engine)
+        self._step_seconds = _Metric("ditpack_step_seconds")
+        self._step_tokens = _Metric("ditpack_step_tokens")
+        self._step_pad_tokens = _Metric("ditpack_step_pad_tokens")
+        self._stages = {stage: _Metric("ditpack_stage_seconds", stage) for stage in ("encode", "queue", "denoise")}
+        self._first_step = _Metric("ditpack_time_to_first_step_seconds")
 
     def step(self, stats: StepStats) -> None:
         """Count one step."""
@@ -73,11 +95,35 @@ class StepMetrics:
         self._tokens.add(stats.tokens)
         self._seconds.add(stats.seconds)
         self._replays.add(stats.graph_replays)
+        self._eager.add(stats.eager_forwards)
         if stats.requests > 1:
             self._shared.add()
-        self.load(stats.requests, stats.waiting)
+        self._step_seconds.observe(stats.seconds)
+        self._step_tokens.observe(stats.tokens)
+        self._step_pad_tokens.observe(stats.pad_tokens)
+        self.load(stats.requests, stats.rows, stats.waiting)
 
-    def load(self, active: int, waiting: int) -> None:
-        """Set how many requests the engine has now; also called when one leaves, so that an idle engine shows 0."""
+    def load(self, active: int, rows: int, waiting: int) -> None:
+        """Set what the engine has now; also called when a request leaves, so that an idle engine shows 0."""
         self._active.set(active)
+        self._rows.set(rows)
         self._waiting.set(waiting)
+
+    def denoised(self, encode_s: float, queue_s: float, denoise_s: float) -> None:
+        """Record the seconds of a request whose last step is done: to arrive here, to its first step, of its steps."""
+        for stage, seconds in (("encode", encode_s), ("queue", queue_s), ("denoise", denoise_s)):
+            self._stages[stage].observe(seconds)
+        self._first_step.observe(encode_s + queue_s)
+
+
+class DecoderMetrics:
+    """The end of a request that got its image."""
+
+    def __init__(self) -> None:
+        self._decode = _Metric("ditpack_stage_seconds", "decode")
+        self._total = _Metric("ditpack_request_seconds")
+
+    def decoded(self, decode_s: float, total_s: float) -> None:
+        """Record the seconds of the decoding (the image file included), and since the request was accepted."""
+        self._decode.observe(decode_s)
+        self._total.observe(total_s)

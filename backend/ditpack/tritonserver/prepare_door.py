@@ -59,4 +59,5 @@ class PrepareDoor:
             "NEGATIVE_INPUT_IDS": np.array(negative_ids, dtype=np.int64),
             "SEED": np.array([resolved.seed], dtype=np.int64),
         }
+        self._outcomes.accepted(request.request_id(), resolved.prompt, resolved.negative_prompt)
         return self._outputs.response(values, request.requested_output_names())

@@ -90,4 +90,5 @@ class PrepareEditDoor:
             "REFERENCE_PIXELS": reference_pixels,
             "REFERENCE_SIZES": reference_sizes,
         }
+        self._outcomes.accepted(request.request_id(), resolved.prompt, resolved.negative_prompt)
         return self._outputs.response(outputs, request.requested_output_names())

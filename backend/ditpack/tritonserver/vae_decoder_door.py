@@ -19,6 +19,7 @@ from ditpack.request import Request, resolve_json
 from ditpack.tritonserver.images import encode_image
 from ditpack.tritonserver.isolation import answer_together, check_deadline
 from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.metrics import DecoderMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance, VaeDecoderSettings
 from ditpack.tritonserver.tensors import Array, Outputs, read_array, read_bytes, text
@@ -40,12 +41,18 @@ class _Item:
 
 class VaeDecoderDoor:
     def __init__(
-        self, decoder: VaeDecoder, resolve: Callable[[bytes], Request], outputs: Outputs, outcomes: Outcomes
+        self,
+        decoder: VaeDecoder,
+        resolve: Callable[[bytes], Request],
+        outputs: Outputs,
+        outcomes: Outcomes,
+        metrics: DecoderMetrics,
     ) -> None:
         self._decoder = decoder
         self._resolve = resolve
         self._outputs = outputs
         self._outcomes = outcomes
+        self._metrics = metrics
         self._encoders = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "ditpack-encode")  # Pillow drops the GIL
 
     @classmethod
@@ -73,6 +80,7 @@ class VaeDecoderDoor:
             ),
             Outputs(instance.config),
             Outcomes(instance.model),
+            DecoderMetrics(),
         )
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
@@ -110,7 +118,8 @@ class VaeDecoderDoor:
     def _write(self, item: _Item, made: tuple[Array, bytes], arrived_ns: int) -> pb_utils.InferenceResponse:
         pixels, image = made
         now = time.monotonic_ns()
-        item.info["decode_ms"] = round((now - arrived_ns) / 1e6, 3)
+        decode_ms, total_ms = (now - arrived_ns) / 1e6, (now - item.request.accepted_ns) / 1e6
+        item.info["decode_ms"] = round(decode_ms, 3)
         values = {
             "IMAGE": text(image),
             # An ensemble with a step behind this one maps PIXELS and no IMAGE; then they are what it goes on with.
@@ -118,12 +127,13 @@ class VaeDecoderDoor:
             "INFO": text(json.dumps(item.info)),
         }
         response = self._outputs.response(values, item.requested)
+        self._metrics.decoded(decode_ms / 1000, total_ms / 1000)
         self._outcomes.success(
             item.request_id,
             width=item.request.width,
             height=item.request.height,
             steps=item.request.num_inference_steps,
-            total_ms=round((now - item.request.accepted_ns) / 1e6, 3),
+            total_ms=round(total_ms, 3),
             **{name: value for name, value in item.info.items() if name.endswith("_ms")},
         )
         return response
