@@ -54,10 +54,10 @@ One Triton request makes one image. The models below have no batch dimension: se
 Triton batches by itself. Over HTTP that is `/v2/models/MODEL/infer` or `/generate` (JSON: ask for `RESPONSE_FORMAT`
 `b64_json`), over gRPC `ModelInfer`. The numbers in brackets are defaults that `config.pbtxt` may change.
 
-Errors say what to do. `INVALID_ARG` (HTTP 400) is bad input: the field, its value, what is allowed. `UNAVAILABLE` (503)
-means full or stopping: retry later. `CANCELLED` (400, or 499 from newer Tritons) means that the deadline passed, the
-client went away, or `control` was asked to. Everything else is `INTERNAL` (500).
-[troubleshooting.md](troubleshooting.md) has the messages.
+Errors say what to do. `INVALID_ARG` is bad input: the field, its value, what is allowed. `UNAVAILABLE` means full or
+stopping: retry later. `CANCELLED` means that the deadline passed, the client went away, or `control` was asked to. Everything
+else is `INTERNAL`. gRPC has these as status codes; over HTTP an ensemble's errors are mostly 400, so go by the words.
+[troubleshooting.md](troubleshooting.md) has them.
 """
 
 
