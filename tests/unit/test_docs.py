@@ -1,8 +1,10 @@
-"""README and docs/: the wire reference is what the resolvers' tables make of it, and links lead somewhere."""
+"""README and docs/: the wire reference is up to date, the messages explained are ours, and links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,35 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@cache
+def our_words() -> str:
+    """Every string of the package, with … for what is filled in."""
+    found = []
+    for folder in ("backend", "client"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def explained_messages() -> list[str]:
+    """The code of each first column in the sections about our own messages, Triton's left out."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.M)[1:]
+    ours = [section for section in sections if not re.match("Triton's|A model|No message", section)]
+    assert len(ours) == 5
+    cells = [row.split(" | ")[0] for section in ours for row in section.splitlines() if row.startswith("| `")]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`(?! \(Triton\))", cell)]
+
+
+@pytest.mark.parametrize("message", explained_messages())
+def test_a_message_that_is_explained_is_one_of_ours(message: str) -> None:
+    for part in re.split(r"…|'|\d+", message):
+        words = part.strip(" :.,();=")
+        assert len(words) < 8 or words in our_words(), words
