@@ -56,8 +56,8 @@ Triton batches by itself. Over HTTP that is `/v2/models/MODEL/infer` or `/genera
 
 Errors say what to do. `INVALID_ARG` is bad input: the field, its value, what is allowed. `UNAVAILABLE` means full or
 stopping: retry later. `CANCELLED` means that the deadline passed, the client went away, or `control` was asked to.
-Everything else is `INTERNAL`. gRPC has these as status codes. Over HTTP `/infer` answers 400, and 503 for `UNAVAILABLE`;
-Triton 2.51's `/generate` answers 400 to all, so go by the words. [troubleshooting.md](troubleshooting.md) has them.
+Everything else is `INTERNAL`. gRPC has these as status codes. Over HTTP `/infer` answers 400, or 503 for `UNAVAILABLE`,
+and Triton 2.51's `/generate` 400 to all, so go by the words; [troubleshooting.md](troubleshooting.md) has them.
 """
 
 
