@@ -17,6 +17,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from ditpack.errors import InvalidRequest
+from ditpack.fields import Field
 from ditpack.models.checkpoint import Checkpoint, CheckpointError
 from ditpack.models.editing import EDITING_FAMILIES
 from ditpack.request import Reference
@@ -24,6 +25,13 @@ from ditpack.request import Reference
 FIELD = "IMAGES"
 MAX_BYTES = 20 * 2**20
 MAX_PIXELS = 50_000_000
+FIELDS = {
+    FIELD: Field(
+        unsent="required",
+        about="1 … 3 PNG, JPEG or WebP files (1 for Qwen-Image-Edit), or the base64 of them; each of at most "
+        f"`max_image_bytes` ({MAX_BYTES}) and `max_image_pixels` ({MAX_PIXELS}); no URLs, paths or animations",
+    )
+}
 _MAX_RATIO = 200  # where transformers' image processor draws the line
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _BASE64_STARTS = (b"iVBORw0KGgo", b"/9j/", b"UklGR")  # the same formats' first bytes

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import numbers
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -17,16 +15,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ditpack.errors import InvalidRequest
+from ditpack.fields import Field, check_known, integer, number, text
 
-MAX_SEED = 2**63 - 1
-MAX_STEPS = 200
 MAX_SIDE = 16368  # pixels; WebP ends at 16383
 _MAX_DRAWN_SEED = 2**53  # beyond it a seed would not survive a JSON number in JavaScript
-MAX_DEADLINE_MS = 2**31 - 1
-OUTPUT_FORMATS = ("png", "jpeg", "webp", "raw")
-RESPONSE_FORMATS = ("bytes", "b64_json")
-DEFAULT_STEPS = 50
-DEFAULT_TRUE_CFG_SCALE = 4.0
 DEFAULT_NEGATIVE_PROMPT = " "
 
 
@@ -109,17 +101,56 @@ class ImageRequest(Request):
 
 RequestT = TypeVar("RequestT", bound=Request)
 
-# The names on the wire; also those of the JSON that models pass to each other.
-COMMON_FIELDS = (
-    "WIDTH",
-    "HEIGHT",
-    "NUM_INFERENCE_STEPS",
-    "SEED",
-    "OUTPUT_FORMAT",
-    "RESPONSE_FORMAT",
-    "DEADLINE_MS",
+_SIZE = (
+    "pixels: a multiple of 16 of at least 64 (a checkpoint may say otherwise), never rounded; width × height at most "
+    "the model parameter `max_pixels` (4194304)"
 )
-FIELDS = ("PROMPT", "NEGATIVE_PROMPT", "TRUE_CFG_SCALE", *COMMON_FIELDS)
+# The names on the wire; also those of the JSON that models pass to each other.
+COMMON_FIELDS = {
+    "WIDTH": Field(unsent="the checkpoint's; in edits the last image's", about=_SIZE),
+    "HEIGHT": Field(unsent="as `WIDTH`", about="as `WIDTH`"),
+    "NUM_INFERENCE_STEPS": Field(default=50, low=1, high=200, about="denoising steps"),
+    "SEED": Field(unsent="drawn", low=0, high=2**63 - 1, about="the same seed gives the same picture"),
+    "OUTPUT_FORMAT": Field(
+        default="png", choices=("png", "jpeg", "webp", "raw"), about="`raw`: the pixels as a tensor, no file"
+    ),
+    "RESPONSE_FORMAT": Field(
+        default="bytes", choices=("bytes", "b64_json"), about="`b64_json`: base64, for JSON over `/generate`"
+    ),
+    "DEADLINE_MS": Field(
+        unsent="none", low=1, high=2**31 - 1, about="milliseconds after which the request is dropped at the next step"
+    ),
+}
+FIELDS = {
+    "PROMPT": Field(
+        unsent="required",
+        about="not blank; at most `max_prompt_tokens` (1024) tokens, counted without the template; longer is refused, "
+        "not cut",
+    ),
+    "NEGATIVE_PROMPT": Field(
+        default=DEFAULT_NEGATIVE_PROMPT, about="as long as `PROMPT` may be; has no effect without guidance"
+    ),
+    "TRUE_CFG_SCALE": Field(default=4.0, low=1, about="1 turns guidance off and halves the work"),
+    **COMMON_FIELDS,
+}
+STREAM_FIELDS = {
+    **FIELDS,
+    "PREVIEW_EVERY": Field(
+        default=0,
+        low=0,
+        high=2**31 - 1,
+        about="0: no previews; n: a small JPEG of what the image is going to be, after every n-th step",
+    ),
+}
+SHORTEST_ID = 16  # characters: what is shorter, other clients could guess
+CONTROL_FIELDS = {
+    "ACTION": Field(
+        unsent="required",
+        choices=("cancel", "status"),
+        about="stop the request that was sent with this id; or say how the engines are",
+    ),
+    "ID": Field(unsent="none", about=f"for `cancel`, required: the request's id, of at least {SHORTEST_ID} characters"),
+}
 _REFERENCES = "REFERENCES"  # what became of the wire's IMAGES, in that JSON only
 
 
@@ -133,16 +164,14 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
         InvalidRequest: naming the field, its value and what is allowed.
     """
     check_known(values, (*FIELDS, _REFERENCES))
-    prompt = text(values, "PROMPT", None)
+    prompt = text(values, "PROMPT", FIELDS["PROMPT"])
     if prompt is None:
         raise InvalidRequest("PROMPT", None, "is required")
     if not prompt.strip():
         raise InvalidRequest("PROMPT", prompt, "must not be blank")
 
-    scale = number(values, "TRUE_CFG_SCALE", DEFAULT_TRUE_CFG_SCALE)
-    if not (math.isfinite(scale) and scale >= 1):
-        raise InvalidRequest("TRUE_CFG_SCALE", scale, "must be a finite number of at least 1 (1 turns guidance off)")
-    negative = text(values, "NEGATIVE_PROMPT", DEFAULT_NEGATIVE_PROMPT)
+    scale = number(values, "TRUE_CFG_SCALE", FIELDS["TRUE_CFG_SCALE"])
+    negative = text(values, "NEGATIVE_PROMPT", FIELDS["NEGATIVE_PROMPT"])
 
     references = _references(values.get(_REFERENCES), limits)
     if references:
@@ -157,13 +186,6 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> ImageRequest:
     )
 
 
-def check_known(values: Mapping[str, Any], fields: tuple[str, ...]) -> None:
-    """Raise InvalidRequest for a field that is none of ``fields``."""
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise InvalidRequest(unknown[0], values[unknown[0]], f"unknown field; known are {', '.join(fields)}")
-
-
 def resolve_common(values: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     """The fields of ``Request`` from those of ``values`` that are COMMON_FIELDS, validated and with defaults filled in.
 
@@ -174,15 +196,15 @@ def resolve_common(values: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     height = _size(values, "HEIGHT", limits.default_height, limits)
     if width * height > limits.max_pixels:
         raise InvalidRequest("WIDTH x HEIGHT", f"{width}x{height}", f"must not exceed {limits.max_pixels} pixels")
-    deadline = values.get("DEADLINE_MS")
+    seed = integer(values, "SEED", COMMON_FIELDS["SEED"])
     return {
         "width": width,
         "height": height,
-        "num_inference_steps": _integer(values, "NUM_INFERENCE_STEPS", DEFAULT_STEPS, 1, MAX_STEPS),
-        "seed": _integer(values, "SEED", secrets.randbelow(_MAX_DRAWN_SEED), 0, MAX_SEED),
-        "output_format": _choice(values, "OUTPUT_FORMAT", OUTPUT_FORMATS),
-        "response_format": _choice(values, "RESPONSE_FORMAT", RESPONSE_FORMATS),
-        "deadline_ms": None if deadline is None else _integer(values, "DEADLINE_MS", 0, 1, MAX_DEADLINE_MS),
+        "num_inference_steps": integer(values, "NUM_INFERENCE_STEPS", COMMON_FIELDS["NUM_INFERENCE_STEPS"]),
+        "seed": secrets.randbelow(_MAX_DRAWN_SEED) if seed is None else seed,
+        "output_format": text(values, "OUTPUT_FORMAT", COMMON_FIELDS["OUTPUT_FORMAT"]),
+        "response_format": text(values, "RESPONSE_FORMAT", COMMON_FIELDS["RESPONSE_FORMAT"]),
+        "deadline_ms": integer(values, "DEADLINE_MS", COMMON_FIELDS["DEADLINE_MS"]),
         "accepted_ns": time.monotonic_ns(),
     }
 
@@ -211,46 +233,16 @@ def resolve_json(text: str | bytes, limits: Limits, resolver: Resolver[RequestT]
     return request
 
 
-def text(values: Mapping[str, Any], field: str, default: str | None) -> str | None:
-    value = values.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            raise InvalidRequest(field, value, "must be valid UTF-8") from None
-    if not isinstance(value, str):
-        raise InvalidRequest(field, value, "must be a string")
-    return value
-
-
-def number(values: Mapping[str, Any], field: str, default: float) -> float:
-    value = values.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequest(field, value, "must be a number")
-    return float(value)
-
-
-def _integer(values: Mapping[str, Any], field: str, default: int, low: int, high: int) -> int:
-    value = values.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequest(field, value, "must be an integer")
-    number = int(value)
-    if not low <= number <= high:
-        raise InvalidRequest(field, number, f"must be between {low} and {high}")
-    return number
-
-
-def _size(values: Mapping[str, Any], field: str, default: int, limits: Limits) -> int:
-    high = min(MAX_SIDE, limits.max_pixels // limits.min_size)
-    value = _integer(values, field, default, limits.min_size, high)
+def _size(values: Mapping[str, Any], name: str, default: int, limits: Limits) -> int:
+    field = dataclasses.replace(
+        COMMON_FIELDS[name],
+        default=default,
+        low=limits.min_size,
+        high=min(MAX_SIDE, limits.max_pixels // limits.min_size),
+    )
+    value = integer(values, name, field) or default
     if value % limits.size_multiple:
-        raise InvalidRequest(field, value, f"must be a multiple of {limits.size_multiple}; sizes are never rounded")
+        raise InvalidRequest(name, value, f"must be a multiple of {limits.size_multiple}; sizes are never rounded")
     return value
 
 
@@ -265,15 +257,9 @@ def _references(value: Any, limits: Limits) -> tuple[Reference, ...]:
     for entry in value:
         if not isinstance(entry, dict) or set(entry) != set(Reference.__slots__) or type(entry["source"]) is not str:
             raise InvalidRequest(_REFERENCES, entry, "must have width, height and source")
-        width, height = (_integer(entry, side, 0, limits.size_multiple, MAX_SIDE) for side in ("width", "height"))
+        side = Field(default=1, low=limits.size_multiple, high=MAX_SIDE, about="")  # 1: no multiple
+        width, height = (integer(entry, name, side) or 1 for name in ("width", "height"))
         if width % limits.size_multiple or height % limits.size_multiple:
             raise InvalidRequest(_REFERENCES, entry, f"sizes must be multiples of {limits.size_multiple}")
         references.append(Reference(width, height, entry["source"]))
     return tuple(references)
-
-
-def _choice(values: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> str:
-    value = text(values, field, allowed[0])
-    if value not in allowed:
-        raise InvalidRequest(field, value, f"must be one of {', '.join(allowed)}")
-    return value

@@ -1,4 +1,4 @@
-"""README's recipes for changing the ensemble, followed to the letter, then served."""
+"""The recipes of docs/ensembles.md, followed to the letter, then served."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ KITE: dict[str, Any] = {"PROMPT": "a red kite", "WIDTH": 96, "HEIGHT": 64, "NUM_
 
 
 def recipes() -> dict[str, str]:
-    """The shell blocks of README's section, by the bold words that begin the paragraph before each."""
-    section = (ROOT / "README.md").read_text().partition("\n## Change the ensemble\n")[2].partition("\n## ")[0]
+    """The shell blocks of docs/ensembles.md, by the heading above each."""
     found, name = {}, ""
-    for heading, block in re.findall(r"^\*\*(.+?)\*\*|^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+    text = (ROOT / "docs" / "ensembles.md").read_text()
+    for heading, block in re.findall(r"^## (.+?)$|^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         if heading:
             name = heading
         else:
@@ -72,7 +72,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, other_checkpoint: Path) 
     shutil.copytree(ROOT / "examples", directory / "examples", ignore=ignore)
     blocks = recipes()
     assert list(blocks) == [
-        "",
+        "After every edit",
         "A step between decoding and encoding",
         "Another VAE or text encoder",
         "Two checkpoints side by side",

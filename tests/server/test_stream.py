@@ -94,7 +94,7 @@ def test_previews_are_small_jpegs(server: TritonServer) -> None:
     ("values", "message"),
     [
         ({"OUTPUT_FORMAT": "raw"}, "OUTPUT_FORMAT = 'raw': must be png, jpeg or webp"),
-        ({"PREVIEW_EVERY": -1}, "PREVIEW_EVERY = -1: must be 0"),
+        ({"PREVIEW_EVERY": -1}, "PREVIEW_EVERY = -1: must be between 0"),
         ({"WIDTH": 65}, "WIDTH = 65"),
         ({"PROMPT": " "}, "PROMPT = ' ': must not be blank"),
         ({"DEADLINE_MS": 1}, "DEADLINE_MS = 1: the deadline passed"),
@@ -211,7 +211,7 @@ def test_an_id_that_is_not_there_yet_is_refused_when_it_comes(server: TritonServ
     [
         ({"ACTION": "cancel", "ID": "1"}, "ID = '1': must have at least 16 characters"),
         ({"ACTION": "cancel"}, "ID = ''"),
-        ({"ACTION": "stop"}, "ACTION = 'stop': must be cancel or status"),
+        ({"ACTION": "stop"}, "ACTION = 'stop': must be one of cancel, status"),
     ],
 )
 def test_what_control_refuses(server: TritonServer, values: dict[str, str], message: str) -> None:

@@ -139,7 +139,7 @@ def test_the_ensemble_fits_its_steps(name: str, models: tuple[str, ...]) -> None
     ("ensemble", "prepare", "fields"),
     [
         ("qwen_image", "prepare", request.FIELDS),
-        ("mammoth_moda2", "mammoth_prepare", ("HIDDEN_STATES", "TOKEN_IDS", "ANSWER_START", *mammoth_request.FIELDS)),
+        ("mammoth_moda2", "mammoth_prepare", (*mammoth_request.STATES, *mammoth_request.FIELDS)),
     ],
 )
 def test_the_wire_has_the_resolvers_fields(ensemble: str, prepare: str, fields: tuple[str, ...]) -> None:

@@ -154,5 +154,7 @@ def _how_to_call(server: TritonServer, seconds: float) -> str:
             f'    | python3 -c "{decode}" > apple.png',
         ]
     if "mammoth_moda2" in server.models:
-        lines.append("mammoth_moda2 takes what the autoregressive stage made of a prompt; the README has its tensors.")
+        lines.append(
+            "mammoth_moda2 takes what the autoregressive stage made of a prompt; docs/wire.md has its tensors."
+        )
     return "\n".join([*lines, f"Ctrl-C stops it (process {os.getpid()})."])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ditpack.errors import InvalidRequest
-from ditpack.request import COMMON_FIELDS, Limits, Request, check_known, number, resolve_common, text
-
-DEFAULT_GUIDANCE_SCALE = 9.0
+from ditpack.fields import Field, check_known, number, text
+from ditpack.request import COMMON_FIELDS, Limits, Request, resolve_common
 
 # Wire field → its name in EXTRA_ARGS and ADDITIONAL_INFORMATION.
 _KEYS = {
@@ -21,7 +20,31 @@ _KEYS = {
 }
 _OUTPUTS_KEY = "num_outputs_per_prompt"
 
-FIELDS = ("GUIDANCE_SCALE", "CFG_RANGE", "EXTRA_ARGS", "ADDITIONAL_INFORMATION", *COMMON_FIELDS)
+_SETTINGS = "JSON object with any of " + ", ".join(f"`{key}`" for key in _KEYS.values())
+
+# What the autoregressive stage hands over; ``mammoth_conditions`` has the rules.
+STATES = {
+    "HIDDEN_STATES": Field(
+        unsent="required",
+        about="`[T, H]`: the language model's last state of every token, question and answer; H is its width",
+    ),
+    "TOKEN_IDS": Field(unsent="required", about="`[T]`: the ids of the same tokens"),
+    "ANSWER_START": Field(
+        unsent="required", about="0 … T: where the answer begins; it must hold at least one visual token"
+    ),
+}
+FIELDS = {
+    "GUIDANCE_SCALE": Field(default=9.0, low=0, about="up to 1 means no guidance"),
+    "CFG_RANGE": Field(
+        default=(0.0, 1.0),
+        about="0 ≤ first ≤ second ≤ 1: guidance is active in step i of N where first ≤ i / N ≤ second",
+    ),
+    "EXTRA_ARGS": Field(unsent="none", about=f"{_SETTINGS}: goes before the inputs of its own"),
+    "ADDITIONAL_INFORMATION": Field(
+        unsent="none", about=f"{_SETTINGS}, as the upstream stage suggests them: counts where nothing else is sent"
+    ),
+    **COMMON_FIELDS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +69,7 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> MammothRequest:
     Raises:
         InvalidRequest: naming the field, its value and what is allowed.
     """
-    check_known(values, FIELDS)
+    check_known(values, tuple(FIELDS))
     extra = _settings(values, "EXTRA_ARGS", {_OUTPUTS_KEY})
     suggested = _settings(values, "ADDITIONAL_INFORMATION", set())
     if extra.get(_OUTPUTS_KEY, 1) != 1:
@@ -58,17 +81,16 @@ def resolve(values: Mapping[str, Any], limits: Limits) -> MammothRequest:
         sources = (extra.get(key), values.get(field), _first(suggested.get(key), field))
         chosen[field] = next((value for value in sources if value is not None), None)
 
-    scale = number(chosen, "GUIDANCE_SCALE", DEFAULT_GUIDANCE_SCALE)
-    if not (math.isfinite(scale) and scale >= 0):
-        raise InvalidRequest("GUIDANCE_SCALE", scale, "must be a finite number of at least 0 (up to 1: no guidance)")
     return MammothRequest(
-        guidance_scale=scale, cfg_range=_cfg_range(chosen["CFG_RANGE"]), **resolve_common(chosen, limits)
+        guidance_scale=number(chosen, "GUIDANCE_SCALE", FIELDS["GUIDANCE_SCALE"]),
+        cfg_range=_cfg_range(chosen["CFG_RANGE"]),
+        **resolve_common(chosen, limits),
     )
 
 
 def _settings(values: Mapping[str, Any], field: str, more: set[str]) -> dict[str, Any]:
     """The JSON object in ``field``; its keys must be known."""
-    value = text(values, field, None)
+    value = text(values, field, FIELDS[field])
     if value is None:
         return {}
     try:
@@ -90,15 +112,15 @@ def _first(value: Any, field: str) -> Any:
 
 
 def _cfg_range(value: Any) -> tuple[float, float]:
+    low, high = FIELDS["CFG_RANGE"].default
     if value is None:
-        return 0.0, 1.0
+        return low, high
     allowed = "must be two numbers with 0 <= first <= second <= 1"
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise InvalidRequest("CFG_RANGE", value, allowed)
-    try:
-        low, high = (number({"CFG_RANGE": end}, "CFG_RANGE", math.nan) for end in value)
-    except InvalidRequest:
-        raise InvalidRequest("CFG_RANGE", value, allowed) from None
+    if any(isinstance(end, bool) or not isinstance(end, numbers.Real) for end in value):
+        raise InvalidRequest("CFG_RANGE", value, allowed)
+    low, high = map(float, value)
     if not 0 <= low <= high <= 1:
         raise InvalidRequest("CFG_RANGE", value, allowed)
     return low, high

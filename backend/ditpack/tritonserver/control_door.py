@@ -9,11 +9,11 @@ import triton_python_backend_utils as pb_utils
 
 from ditpack.engine import channel
 from ditpack.errors import InvalidRequest
+from ditpack.fields import text as read_text
+from ditpack.request import CONTROL_FIELDS, SHORTEST_ID
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.parameters import ControlSettings, Instance
 from ditpack.tritonserver.tensors import read_scalar, text
-
-SHORTEST_ID = 16  # characters: what is shorter, other clients could guess
 
 
 class ControlDoor:
@@ -30,8 +30,9 @@ class ControlDoor:
 
 def _answer(request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
     try:
-        action, request_id = (read_scalar(request, name) or b"" for name in ("ACTION", "ID"))
-        answer = _do(action.decode("utf-8", "replace"), request_id.decode("utf-8", "replace"))
+        sent = {name: read_scalar(request, name) for name in CONTROL_FIELDS}
+        action, request_id = (read_text(sent, name, field) or "" for name, field in CONTROL_FIELDS.items())
+        answer = _do(action, request_id)
     except InvalidRequest as error:
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
     return pb_utils.InferenceResponse([pb_utils.Tensor("ANSWER", text(json.dumps(answer)))])
@@ -45,4 +46,4 @@ def _do(action: str, request_id: str) -> dict[str, object]:
         if len(request_id) < SHORTEST_ID:
             raise InvalidRequest("ID", request_id, f"must have at least {SHORTEST_ID} characters, or others guess it")
         return {"found": channel.cancel(directory, request_id)}
-    raise InvalidRequest("ACTION", action, "must be cancel or status")
+    raise InvalidRequest("ACTION", action, CONTROL_FIELDS["ACTION"].allowed)

@@ -14,7 +14,8 @@ import triton_python_backend_utils as pb_utils
 
 from ditpack.engine import channel
 from ditpack.errors import InvalidRequest
-from ditpack.tritonserver.control_door import SHORTEST_ID
+from ditpack.fields import integer
+from ditpack.request import SHORTEST_ID, STREAM_FIELDS
 from ditpack.tritonserver.errors import error_of, triton_error
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.outcomes import Outcomes
@@ -54,9 +55,8 @@ class StreamDoor:
     ) -> pb_utils.InferenceResponse:
         if read_scalar(request, "OUTPUT_FORMAT") == b"raw":
             raise InvalidRequest("OUTPUT_FORMAT", "raw", "must be png, jpeg or webp in a stream")
-        every = read_scalar(request, "PREVIEW_EVERY") or 0
-        if every < 0:
-            raise InvalidRequest("PREVIEW_EVERY", every, "must be 0 (no previews) or a number of steps")
+        sent = {"PREVIEW_EVERY": read_scalar(request, "PREVIEW_EVERY")}
+        every = integer(sent, "PREVIEW_EVERY", STREAM_FIELDS["PREVIEW_EVERY"]) or 0
         as_text = read_scalar(request, "RESPONSE_FORMAT") == b"b64_json"
         request_id = request.request_id()
         if len(request_id) < SHORTEST_ID:  # others could guess it
