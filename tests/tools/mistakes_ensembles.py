@@ -140,9 +140,9 @@ ENSEMBLES = [
     Mistake(
         "batch larger than a step's",
         ENSEMBLE,
-        swap("max_batch_size: 0", "max_batch_size: 16"),
-        Says("batch-size", "max_batch_size: 16", "Lower it to 8"),
-        "allows maximum batch size 16",
+        swap("max_batch_size: 0", "max_batch_size: 4"),
+        Says("batch-size", "max_batch_size: 4", "Lower it to 1"),
+        "allows maximum batch size 4",
     ),
     Mistake(
         "map key twice",
@@ -187,7 +187,7 @@ DITPACK = [
     Mistake(
         "parameter out of range",
         "dit",
-        swap('string_value: "16"', 'string_value: "0"'),
+        swap('string_value: "4"', 'string_value: "0"'),
         Says("parameter", 'string_value: "0"', "from 1 to 4096"),
         "must be an integer from 1 to 4096",
     ),

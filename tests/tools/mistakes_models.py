@@ -67,8 +67,8 @@ SYNTAX = [
     Mistake(
         "parameter without string_value",
         "dit",
-        swap('value { string_value: "16" }', 'value: "16"'),
-        Says("syntax", 'value: "16"', "string_value"),
+        swap('value { string_value: "4" }', 'value: "4"'),
+        Says("syntax", 'value: "4"', "string_value"),
         'Expected "{"',
     ),
     Mistake(
