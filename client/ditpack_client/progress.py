@@ -59,17 +59,16 @@ class Board:
         match event:
             case Step(_, step, steps, seconds, remaining):
                 row = Table.grid(padding=(0, 2))
-                told = Text(
-                    f"step {step:>{len(str(steps))}} of {steps}  "
-                    f"{milliseconds(1000 * seconds)} a step  {_left(remaining)} left"
-                )
+                left = f"{_left(remaining)} left" if step < steps else "decoding"
+                told = Text(f"step {step:>{len(str(steps))}} of {steps}  {milliseconds(1000 * seconds)} a step  {left}")
                 row.add_row(ProgressBar(steps, step, width=_BAR_CHARACTERS), told)
                 return row
             case Retrying():
                 return Text(retry_text(event), style="yellow")
             case Queued(_, int(position)):
                 return Text(f"queued  number {position} in the queue", style="dim")
-        return Text(f"sent    {time.monotonic() - self._started:.1f} s", style="dim")
+        word = "queued" if event else "sent  "  # queued without a place: encoding, or outside the engine
+        return Text(f"{word}  {time.monotonic() - self._started:.1f} s", style="dim")
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()

@@ -186,10 +186,10 @@ def board_line(event: Event) -> str:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (Queued("id", None), "sent    0.0 s"),
+        (Queued("id", None), "queued  0.0 s"),
         (Queued("id", 3), "queued  number 3 in the queue"),
         (Step("id", 7, 50, 0.21, 9.03), "step  7 of 50  210 ms a step  9 s left"),
-        (Step("id", 50, 50, 1.25, 0.0), "step 50 of 50  1.2 s a step  0 s left"),
+        (Step("id", 50, 50, 1.25, 0.0), "step 50 of 50  1.2 s a step  decoding"),
         (Step("id", 1, 200, 0.5, 99.5), "step   1 of 200  500 ms a step  1 min 40 s left"),
         (Retrying("id", 1.44, "full: 4 wait"), "full: 4 wait; trying again in 1.4 s"),
     ],
