@@ -146,8 +146,8 @@ class Engine:
         """Where the request of that id stands, each time that changes, from its arrival to its end.
 
         Waits up to ``timeout`` seconds for it to arrive; ends without a word if it does not. A slow reader misses what
-        came in between. ``preview_every``: have a preview made after every so many steps; 0 = none. ``is_gone``: asked at
-        least every second; it ends the watch when nobody is left to read it.
+        came in between. ``preview_every``: have a preview made after every so many steps; 0 = none. ``is_gone``: asked
+        at least every second; it ends the watch when nobody is left to read it.
         """
         until = time.monotonic() + timeout
         last: Progress | None = None
@@ -176,7 +176,7 @@ class Engine:
         """Finish what the server has accepted by now, refuse what it accepts from now on, then take nothing at all;
         whether all was answered within ``timeout`` seconds.
 
-        Jobs that were accepted before may still be on their way here, so it waits for them until none came for a moment.
+        Jobs that were accepted before may still be on their way here, so it waits until none came for a moment.
         """
         until = time.monotonic() + timeout
         with self._changed:
