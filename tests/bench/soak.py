@@ -33,7 +33,7 @@ import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-from server_tools import (  # noqa: E402
+from server_tools import (
     TIMEOUT,
     code,
     edited_repository,
@@ -49,8 +49,8 @@ from server_tools import (  # noqa: E402
     threads,
 )
 
-from ditpack.models.tiny import write_tiny_checkpoint  # noqa: E402
-from ditpack.tritonserver.launch import TritonServer  # noqa: E402
+from ditpack.models.tiny import write_tiny_checkpoint
+from ditpack.tritonserver.launch import TritonServer
 
 SIZES = [(64, 64), (96, 64), (64, 96), (48, 80), (128, 64), (32, 32)]
 BAD: list[dict[str, Any]] = [
