@@ -1,4 +1,4 @@
-"""docker/probe.py, as a container runs it, against a server that is well, busy, drained and broken."""
+"""``ditpack probe``, as a container runs it, against a server that is well, busy, drained and broken."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from ditpack.tritonserver.launch import TritonServer
 
 pytestmark = pytest.mark.server
 
-PROBE = Path(__file__).resolve().parents[2] / "docker" / "probe.py"
+PROBE = [sys.executable, "-c", "from ditpack.cli.app import main; main()", "probe"]
 LONG = {"PROMPT": "a red kite", "WIDTH": 512, "HEIGHT": 512, "NUM_INFERENCE_STEPS": 60, "SEED": 7}
 
 
 def probe(server: TritonServer, question: str, seconds: float = 20) -> tuple[int, str]:
-    """In an interpreter without site-packages: the containers' images must not need more."""
     ports = ["--port", str(server.http_port), "--metrics-port", str(server.metrics_port)]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(PROBE), question, "--seconds", str(seconds), "--interval", "0.1", *ports],
+        [*PROBE, question, "--seconds", str(seconds), "--interval", "0.1", *ports],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -62,9 +61,7 @@ def test_busy(server: TritonServer, busy: threading.Thread) -> None:
 
 
 def test_nobody_there(server: TritonServer) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROBE), "ready", "--port", "1"], capture_output=True, text=True, timeout=TIMEOUT
-    )
+    done = subprocess.run([*PROBE, "ready", "--port", "1"], capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 1
     assert "not ready" in done.stderr
 
@@ -77,7 +74,7 @@ def test_a_dead_model_is_noticed(tiny_checkpoint: Path, tmp_path: Path) -> None:
         for pid in stubs:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
-        assert probe(server, "ready") == (0, ""), "if Triton itself says so, probe.py need not ask for a picture"
+        assert probe(server, "ready") == (0, ""), "if Triton itself says so, ditpack probe need not ask for a picture"
         code, message = probe(server, "alive", seconds=5)
         assert code == 1
         assert "no picture and no step" in message

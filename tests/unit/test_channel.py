@@ -90,15 +90,15 @@ def test_status_and_cancel(sampler: QwenImageSampler, tmp_path: Path) -> None:
 
 def test_a_watcher_sees_every_state_in_order_and_the_end(sampler: QwenImageSampler, tmp_path: Path) -> None:
     with listening(sampler, tmp_path) as served:
-        ticket = started(served, steps=30)
-        lines = watched(tmp_path / "dit_0_0.sock", ticket.job.request_id, every=7)
+        ticket = started(served, steps=10)
+        lines = watched(tmp_path / "dit_0_0.sock", ticket.job.request_id, every=3)
         assert isinstance(ticket.outcome(), Result)
     steps = [line["step"] for line in lines]
     assert steps == sorted(steps)
-    assert all(line["steps"] == 30 for line in lines)
+    assert all(line["steps"] == 10 for line in lines)
     previews = [line["preview_step"] for line in lines if "preview" in line]
     assert previews
-    assert set(previews) <= {7, 14, 21, 28}
+    assert set(previews) <= {3, 6, 9}
     assert len(set(previews)) == len(previews)
 
 
@@ -107,7 +107,7 @@ def test_a_preview_that_fails_costs_no_progress(sampler: QwenImageSampler, tmp_p
         raise RuntimeError("no decoder")
 
     with listening(sampler, tmp_path, picture=broken) as served:
-        ticket = started(served, steps=30)
+        ticket = started(served, steps=10)
         lines = watched(tmp_path / "dit_0_0.sock", ticket.job.request_id, every=1)
         assert isinstance(ticket.outcome(), Result)
     assert len(lines) > 3
@@ -275,7 +275,7 @@ class TestDrain:
     ) -> None:
         """It was in the text encoder, or in Triton's queue, when the order to drain came."""
         with listening(sampler, tmp_path) as served:
-            first = started(served, steps=60)
+            first = started(served, steps=8)
             accepted = Ticket(request(seed=2, accepted_ns=time.monotonic_ns()))
             results: list[bool] = []
             thread = threading.Thread(target=lambda: results.append(channel.drain(tmp_path, TIMEOUT)))

@@ -37,7 +37,7 @@ def test_hadolint(name: str) -> None:
 def test_images(name: str) -> None:
     content = text(name)
     assert re.search(r"^USER 1000:1000$", content, re.MULTILINE)
-    assert re.search(r"^HEALTHCHECK .*\n.*probe\.py", content, re.MULTILINE)
+    assert re.search(r"^HEALTHCHECK .*\n.*\"ditpack\", \"probe\", \"alive\"", content, re.MULTILINE)
     for base in re.findall(r"^ARG (?:TRITON|PYTHON)=(\S+)$", content, re.MULTILINE):
         assert re.search(r":\d+\.\d+", base), f"{base} is not pinned"
     assert "constraints.txt" in content

@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "serve": Command("ditpack.cli.serve:serve", "Start tritonserver on a checkpoint (the embedded one by default)."),
     "check": Command("ditpack.cli.check:check", "Say what is wrong with a model repository, before a server does."),
+    "probe": Command("ditpack.cli.probe:probe", "Say whether a server is ready, alive or drained; for health checks."),
     "generate": Command("ditpack_client.cli:generate", "Ask a running server for images."),
     "edit": Command("ditpack_client.cli:edit", "Ask a running server to edit images."),
     "bench": Command("ditpack_client.bench.command:bench", "Load-test a running server with perf_analyzer."),

@@ -3,10 +3,9 @@
 An ensemble passes no cancel on to its steps, and nobody can ask a request how far it is; so each engine listens in a
 directory that only this user may enter, and whoever knows a request's id may watch it or stop it.
 
-    {"do": "cancel", "id": …}    → {"found": bool}
-    {"do": "watch", "id": …, "wait_s": …, "preview_every": …}
-                                 → a line each time its ``Progress`` changes, until it ends
-    {"do": "status"}             → {"healthy": bool, "refusal": …, "active": …, "waiting": …}
+    {"do": "cancel", "id": …} → {"found": bool}
+    {"do": "watch", "id": …, "wait_s": …, "preview_every": …} → a line each time its ``Progress`` changes, until it ends
+    {"do": "status"} → {"healthy": bool, "refusal": why it takes nothing any more or null, "active": …, "waiting": …}
     {"do": "drain", "wait_s": …} → {"idle": bool} once all that was accepted is answered
 """
 

@@ -182,7 +182,7 @@ class Engine:
         """Finish what the server has accepted by now, refuse what it accepts from now on, then take nothing at all;
         whether all was answered within ``timeout`` seconds.
 
-        Jobs that were accepted before may still be on their way here: it waits for them until none came for a moment.
+        Jobs that were accepted before may still be on their way here, so it waits until none came for a moment.
         """
         until = time.monotonic() + timeout
         with self._changed:

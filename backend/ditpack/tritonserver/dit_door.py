@@ -147,7 +147,7 @@ class DitDoor:
             request_id=responder.request_id,
             conditioning=self._conditioning(resolved, partial(_tensor, request)),
             deliver=deliver,
-            # For the engine's thread alone: tritonserver 2.51 crashed now and then when two threads of a model asked.
+            # Asked by the engine's thread alone: tritonserver 2.51 crashed now and then when two threads asked at once.
             is_cancelled=responder.is_cancelled,
             arrived=arrived_ns / 1e9,
         )

@@ -23,6 +23,10 @@ class Responder:
         self.request_id: str = request.request_id()
         self._sender = request.get_response_sender()
 
+    def tell(self, event: pb_utils.InferenceResponse) -> None:
+        """Send ``event`` ahead of the answer; for decoupled models."""
+        self._sender.send(event)
+
     def send(self, response: pb_utils.InferenceResponse) -> bool:
         """Answer with ``response``; False when the request was answered before."""
         if not self._answered.acquire(blocking=False):

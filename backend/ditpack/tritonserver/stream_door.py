@@ -6,8 +6,8 @@ import asyncio
 import base64
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -20,6 +20,7 @@ from ditpack.tritonserver.errors import error_of, triton_error
 from ditpack.tritonserver.logs import route_logs
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance, StreamSettings
+from ditpack.tritonserver.responder import Responder
 from ditpack.tritonserver.tensors import read_scalar, text
 
 _LOOK_S = 0.25  # how often a stream is asked whether its client is still there
@@ -43,16 +44,13 @@ class StreamDoor:
 
     async def _serve(self, request: pb_utils.InferenceRequest) -> None:
         """Answer with events until the image or the error, which is the last."""
-        sender = request.get_response_sender()
+        responder = Responder(request, self._outcomes)
         try:
-            last = await self._stream(request, sender)
+            responder.send(await self._stream(request, responder))
         except Exception as error:  # whatever it was, it is this request's answer
-            last = self._outcomes.failure(request.request_id(), error)
-        sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            responder.fail(error)
 
-    async def _stream(
-        self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender
-    ) -> pb_utils.InferenceResponse:
+    async def _stream(self, request: pb_utils.InferenceRequest, responder: Responder) -> pb_utils.InferenceResponse:
         if read_scalar(request, "OUTPUT_FORMAT") == b"raw":
             raise InvalidRequest("OUTPUT_FORMAT", "raw", "must be png, jpeg or webp in a stream")
         sent = {"PREVIEW_EVERY": read_scalar(request, "PREVIEW_EVERY")}
@@ -61,16 +59,16 @@ class StreamDoor:
         request_id = request.request_id()
         if len(request_id) < SHORTEST_ID:  # others could guess it
             request_id = secrets.token_hex(16)
-        sender.send(_event({"event": "queued", "id": request_id, "position": None}))
+        responder.tell(_event({"event": "queued", "id": request_id, "position": None}))
         image = asyncio.create_task(self._image(request, request_id))
         watchers = [
-            asyncio.create_task(self._tell(path, request_id, every, as_text, sender))
+            asyncio.create_task(self._tell(path, request_id, every, as_text, responder))
             for path in channel.sockets(channel.run_directory())
         ]
         try:
             while not image.done():
                 await asyncio.wait([image], timeout=_LOOK_S)
-                if not image.done() and sender.is_cancelled():
+                if not image.done() and responder.is_cancelled():
                     await asyncio.to_thread(channel.cancel, channel.run_directory(), request_id)
         finally:
             for watcher in watchers:
@@ -94,24 +92,20 @@ class StreamDoor:
             return pb_utils.InferenceResponse(error=triton_error(error))
         return _event({"event": "image", "id": request_id}, *answer.output_tensors())
 
-    async def _tell(
-        self, path: Any, request_id: str, every: int, as_text: bool, sender: pb_utils.InferenceResponseSender
-    ) -> None:
+    async def _tell(self, path: Path, request_id: str, every: int, as_text: bool, responder: Responder) -> None:
         """Pass on what one engine says of the request."""
         async for event, picture in _events(channel.watch(path, request_id, _ARRIVAL_S, every)):
             tensors = []
             if picture is not None:
                 data = picture.encode() if as_text else base64.b64decode(picture)
                 tensors.append(pb_utils.Tensor("IMAGE", text(data)))
-            sender.send(_event({"event": event.pop("event"), "id": request_id, **event}, *tensors))
+            responder.tell(_event({"event": event.pop("event"), "id": request_id, **event}, *tensors))
 
 
 async def _events(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[tuple[dict[str, Any], str | None]]:
     """An engine's progress lines as events, and the previews' pictures."""
     step = 0
-    began = 0.0
     async for line in lines:
-        began = began or time.monotonic() - line["seconds"]
         if line["step"] > step:
             step, pace = line["step"], line["seconds"] / line["step"]
             yield (
