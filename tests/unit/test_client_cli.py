@@ -218,6 +218,7 @@ def test_metrics_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> None
                     "ditpack_shared_steps_total": 4,
                     "ditpack_step_requests_total": 25,
                     "ditpack_waiting_requests": 5,
+                    "nv_inference_count": 9,
                 }
         finally:
             server.shutdown()
