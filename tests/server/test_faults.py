@@ -109,7 +109,8 @@ def serve(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Serve
     for each in started:
         if each.process.poll() is None:
             each.process.send_signal(signal.SIGTERM)
-            each.process.send_signal(signal.SIGTERM)
+            time.sleep(1)
+            each.process.send_signal(signal.SIGTERM)  # at once, please
             each.process.communicate(timeout=60)
 
 
