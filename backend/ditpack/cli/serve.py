@@ -59,6 +59,9 @@ def serve(
     exit_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that images in flight get to finish when the server is stopped.")
     ] = EXIT_TIMEOUT,
+    watchdog: Annotated[
+        bool, typer.Option(help="End, with exit code 1, when a model's process or an engine has died.")
+    ] = True,
     triton_option: Annotated[
         list[str] | None,
         typer.Option(help="Passed to tritonserver as it is, --http-max-input-size=33554432 say; may be repeated."),
@@ -67,7 +70,8 @@ def serve(
     """Start tritonserver on a checkpoint and keep it running until Ctrl-C.
 
     What `ditpack check` says about the model repository comes first; an error there means no start.
-    One Ctrl-C lets the images in flight finish; a second one ends it at once.
+    One Ctrl-C lets the images in flight finish; a second one ends it at once. When a part of the server has died, which
+    tritonserver does not notice, everything ends with exit code 1, to be started again from outside.
     """
     began = time.monotonic()
     _check(model_repository, checkpoint, weights, tritonserver)
@@ -92,7 +96,7 @@ def serve(
         print(f"Starting tritonserver (process {server.pid}, log {server.log}) …", flush=True)
         server.wait_ready(ready_timeout)
         print(_how_to_call(server, time.monotonic() - began), flush=True)
-        server.wait()
+        server.wait(watch=watchdog)
     except _Stop as stop:
         print(f"{signal.Signals(stop.number).name}: finishing what is in flight; once more ends it now …", flush=True)
         try:

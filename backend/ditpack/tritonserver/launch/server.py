@@ -25,12 +25,14 @@ from ditpack.tritonserver.launch.ports import take_ports
 from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory, run_directory
 from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, models_for
 from ditpack.tritonserver.launch.serve_error import ServeError
+from ditpack.tritonserver.launch.watchdog import LOOK_S, Watchdog
 
 EXIT_TIMEOUT = 60
 READY_TIMEOUT = 600.0
 CACHE_BYTES = 64 * 2**20
 _POLL_SECONDS = 0.1
 _AFTER_EXIT_TIMEOUT = 15.0  # what tritonserver may take beyond its own exit timeout before it is killed
+_AFTER_TROUBLE = 5.0  # for what can still be answered when a part of the server is dead
 _KILLED_SECONDS = 15.0  # for the keeper to clean up after a kill
 _LONGEST_LOG = 4 * 2**20  # bytes of the log that are read for a reason
 
@@ -175,14 +177,33 @@ class TritonServer:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def wait(self) -> None:
-        """Block while the server runs.
+    def wait(self, watch: bool = False) -> None:
+        """Block while the server runs. ``watch``: end it when a model's process or an engine in it is dead, since it
+        would go on as if nothing had happened.
 
         Raises:
-            ServeError: it ended although nobody stopped it.
+            ServeError: it ended although nobody stopped it, or was ended for that reason.
         """
-        if self._keeper is not None:
-            self._keeper.wait()
+        if self._keeper is None:
+            return
+        watchdog = (
+            Watchdog(self.pid, run_directory(self._directory)) if watch and self.pid and self._directory else None
+        )
+        while True:
+            try:
+                self._keeper.wait(LOOK_S if watchdog else None)
+            except subprocess.TimeoutExpired:
+                assert watchdog is not None
+                if (trouble := watchdog.trouble()) is None:
+                    continue
+                if not self.running:  # that is what the watchdog saw
+                    raise self._failed() from None
+                log = self._keep_log()
+                self.stop(_AFTER_TROUBLE)
+                raise ServeError(
+                    f"The server could not go on: {trouble}.",
+                    f"It has been stopped, to be started again by whoever started it. Full log: {log}",
+                ) from None
             raise self._failed()
 
     def stop(self, timeout: float | None = None) -> None:
