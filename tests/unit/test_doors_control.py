@@ -65,7 +65,7 @@ def test_status_names_the_silent(asked: list[tuple[Path, dict[str, Any]]]) -> No
     [
         ({"ACTION": "cancel", "ID": "12"}, "ID = '12': must have at least 16 characters"),
         ({"ACTION": "cancel"}, "ID = '': must have at least 16"),
-        ({"ACTION": "drain"}, "ACTION = 'drain': must be cancel or status"),
+        ({"ACTION": "drain"}, "ACTION = 'drain': must be one of cancel, status"),
         ({"ACTION": ""}, "ACTION = ''"),
     ],
 )
