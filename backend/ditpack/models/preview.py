@@ -23,7 +23,8 @@ _LEAST_SIDE = 64  # pixels of a preview's shorter side; latents of small images 
 class PreviewMaker:
     """Turns normalised latents [z_dim, h, w] of ``checkpoint`` into a JPEG of about their size, as base64 text.
 
-    The first call loads the VAE's decoder onto the CPU for a moment and fits the map to it; safe on several threads.
+    ``warm_up``, or else the first call, loads the VAE's decoder onto the CPU for a moment and fits the map to it, which
+    takes seconds. Safe on several threads.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -31,11 +32,15 @@ class PreviewMaker:
         self._lock = threading.Lock()
         self._map: Tensor | None = None  # fp32 [z_dim + 1, 3]
 
-    def __call__(self, latents: Tensor) -> str:
+    def warm_up(self) -> Tensor:
+        """The map; fitted if it is not yet."""
         with self._lock:
             if self._map is None:
                 self._map = fit(load_vae_decoder(self._checkpoint, torch.device("cpu"), torch.float32))
-        pixels = project(latents, self._map).numpy()
+            return self._map
+
+    def __call__(self, latents: Tensor) -> str:
+        pixels = project(latents, self.warm_up()).numpy()
         image = Image.fromarray(pixels)
         shorter = min(image.size)
         if shorter < _LEAST_SIDE:

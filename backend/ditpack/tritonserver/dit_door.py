@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -82,10 +83,12 @@ class DitDoor:
             sampler.close()
             raise
         engine = Engine(sampler, token_budget=token_budget, waiting_room=settings.waiting_room, on_step=metrics.step)
+        previews = PreviewMaker(checkpoint)
+        threading.Thread(target=previews.warm_up, name="ditpack-previews", daemon=True).start()
         outputs = Outputs(instance.config)
         return cls(
             engine,
-            EngineChannel(engine, run_directory(), instance.name, PreviewMaker(checkpoint)),
+            EngineChannel(engine, run_directory(), instance.name, previews),
             partial(resolve_json, limits=limits, resolver=FAMILIES[checkpoint.family].resolver),
             sampler.conditioning,
             settings.admission_timeout_s,

@@ -7,6 +7,7 @@ import base64
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ditpack.tritonserver.responder import Responder
 from ditpack.tritonserver.tensors import read_scalar, text
 
 _LOOK_S = 0.25  # how often a stream is asked whether its client is still there
+_STREAMS = 256  # at a time; the next ones wait for their turn
 _ARRIVAL_S = 3600.0  # the longest that a request may take to reach the engine: encoding, Triton's queue
 
 
@@ -31,6 +33,10 @@ class StreamDoor:
     def __init__(self, ensemble: str, outcomes: Outcomes) -> None:
         self._ensemble = ensemble
         self._outcomes = outcomes
+        # Triton's async_exec keeps a thread of the loop's own pool for each request in flight; as it is, that pool has
+        # a few threads more than the machine has cores. Cancels must not wait behind it.
+        self._calls = ThreadPoolExecutor(_STREAMS, "ditpack-stream")
+        self._cancels = ThreadPoolExecutor(4, "ditpack-cancel")
 
     @classmethod
     def load(cls, args: Mapping[str, str]) -> StreamDoor:
@@ -40,6 +46,7 @@ class StreamDoor:
         return cls(instance.settings(StreamSettings).ensemble, Outcomes(instance.model))
 
     async def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
+        asyncio.get_running_loop().set_default_executor(self._calls)
         await asyncio.gather(*(self._serve(request) for request in requests))
 
     async def _serve(self, request: pb_utils.InferenceRequest) -> None:
@@ -69,7 +76,8 @@ class StreamDoor:
             while not image.done():
                 await asyncio.wait([image], timeout=_LOOK_S)
                 if not image.done() and responder.is_cancelled():
-                    await asyncio.to_thread(channel.cancel, channel.run_directory(), request_id)
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._cancels, channel.cancel, channel.run_directory(), request_id)
         finally:
             for watcher in watchers:
                 watcher.cancel()
