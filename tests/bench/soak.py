@@ -319,6 +319,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    meta = machine.meta()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory) / "checkpoint"
         write_tiny_checkpoint(checkpoint)
@@ -334,7 +335,7 @@ def main() -> int:
                 name: metric(server, f"ditpack_{name}_total") for name in ("steps", "step_requests", "shared_steps")
             }
     settings = {"concurrency": options.concurrency, "seed": options.seed, "checkpoint": "tiny", "token_budget": BUDGET}
-    result = {"meta": machine.meta(), "settings": settings, **result, "steps": steps}
+    result = {"meta": meta, "settings": settings, **result, "steps": steps}
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "samples"}, indent=1))

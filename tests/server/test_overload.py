@@ -173,6 +173,22 @@ def test_a_higher_priority_overtakes(calls: Calls, model: str) -> None:
     assert order == ["high", "usual", "low 1", "low 2"]
 
 
+def test_a_higher_priority_overtakes_those_that_came_before_it(calls: Calls) -> None:
+    """Triton hands over one request at a time: had it handed over all that waited, "high" would come last."""
+    calls.block()
+    for index, name in enumerate(("low 1", "low 2", "low 3")):
+        calls.send(name, "medium", priority=3)
+        wait_until("it is queued", lambda expected=index + 1: calls.queued() == expected)  # type: ignore[misc]
+    calls.cancel("running")  # everybody moves up by one
+    wait_until("low 1 has been handed over", lambda: calls.queued() == 2)
+    calls.send("high", "medium", priority=1)
+    wait_until("it is queued", lambda: calls.queued() == 3)
+    calls.cancel("waiting", "blocking")
+    calls.wait_for("low 1", "low 2", "low 3", "high")
+    order = [name for name in calls.answers if name.startswith(("low", "high"))]
+    assert order == ["low 1", "high", "low 2", "low 3"]
+
+
 def test_cancels_at_every_stage_leave_the_server_alive(narrow: TritonServer, calls: Calls) -> None:
     """In the queue, at the door, waiting, in the engine: 2.51 crashed when two threads asked for cancels."""
     chance = random.Random(1)

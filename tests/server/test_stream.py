@@ -159,6 +159,22 @@ def test_hanging_up_cancels(server: TritonServer) -> None:
     assert metric(server, "ditpack_steps_total") - steps < LONG["NUM_INFERENCE_STEPS"]
 
 
+def test_a_grpc_stream_that_is_cancelled_cancels(server: TritonServer) -> None:
+    cancelled = metric(server, "ditpack_requests_total", outcome="cancelled")
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
+    client.start_stream(callback=lambda result, error: answers.put(error or result))
+    client.async_stream_infer("qwen_image_stream", inputs(**LONG))
+    while json.loads(answers.get(timeout=TIMEOUT).as_numpy("EVENT")[0])["event"] != "step":
+        pass
+    client.stop_stream(cancel_requests=True)
+    client.close()
+    wait_until(
+        "the request is cancelled",
+        lambda: idle(server) and metric(server, "ditpack_requests_total", outcome="cancelled") > cancelled,
+    )
+
+
 def test_cancel_by_id_of_a_stream(server: TritonServer) -> None:
     body = {"PROMPT": "a red apple", "RESPONSE_FORMAT": "b64_json", **LONG}
     connection, response = post(server, "/v2/models/qwen_image_stream/generate_stream", body)
