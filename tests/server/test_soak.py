@@ -1,4 +1,7 @@
-"""200 mixed requests with bad ones, cancels and deadlines: each is answered once, and nothing is left of them."""
+"""200 mixed requests with bad ones, cancels and deadlines: each is answered once, and nothing is left of them.
+
+The long one, with streams and cancels by id: ``python tests/bench/soak.py --minutes 10``.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_watchers_see_positions_then_steps(sampler: QwenImageSampler) -> None:
     positions = [each.position for each in seen if each.step == 0 and each.position]
     assert positions == sorted(positions, reverse=True)
     assert positions[-1] == 1
-    assert seen[-1].step == 1, "what comes after the last step is the answer"
+    assert seen[-1].step in (1, 2), "once the last step is taken, the answer may come before the watcher looks"
     assert all(earlier != later for earlier, later in itertools.pairwise(seen))
     served.close(TIMEOUT)
 
