@@ -19,7 +19,7 @@ from ditpack.models.editing import EDITING_FAMILIES
 from ditpack.tritonserver.launch import ServeError, TritonServer, find, interpreter, keeper, repository
 from ditpack.tritonserver.launch.find import Installation, find_tritonserver
 from ditpack.tritonserver.launch.ports import take_ports
-from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory
+from ditpack.tritonserver.launch.prepare import Settings, command_line, environment, prepare_directory, run_directory
 from ditpack.tritonserver.launch.repository import find_repository, imports_ditpack, model_names, models_for
 
 MINOR = sys.version_info.minor
@@ -267,12 +267,12 @@ class TestRepository:
             models_for(root, "Plum")
 
     def test_ours(self) -> None:
-        ours = ["dit", "prepare", "qwen_image", "text_encoder", "vae_decoder"]
+        ours = ["control", "dit", "prepare", "qwen_image", "qwen_image_stream", "text_encoder", "vae_decoder"]
         assert models_for(find_repository(None), "QwenImagePipeline") == ours
         edits = sorted([*ours, "prepare_edit", "qwen_image_edit", "vae_encoder"])
         for family in EDITING_FAMILIES:
             assert models_for(find_repository(None), family) == edits
-        mammoth = ["mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
+        mammoth = ["control", "mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
         assert models_for(find_repository(None), "mammothmoda2") == mammoth
 
     def test_whether_models_need_ditpack(self, tmp_path: Path) -> None:
@@ -338,6 +338,7 @@ class TestPreparing:
             "LD_LIBRARY_PATH": f"{directory}/lib:{tmp_path}/site-packages/nvidia_pytriton.libs:/mine",
             "DITPACK_CHECKPOINT": str(EMBEDDED.path),
             "DITPACK_WEIGHTS": "stored",
+            "DITPACK_RUN_DIR": str(run_directory(directory)),
         }
 
     def test_nothing_is_prepared_for_a_server_that_is_complete(self, tmp_path: Path) -> None:
