@@ -49,6 +49,9 @@ FAILING = """
 class TritonPythonModel:
     def initialize(self, args):
         raise ValueError("the weights are not here")
+
+    def execute(self, requests):
+        return []
 """
 
 

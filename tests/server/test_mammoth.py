@@ -64,7 +64,7 @@ def ask(caller: Caller, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_only_this_familys_models_are_served(mammoth: TritonServer) -> None:
-    assert mammoth.models == ["mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
+    assert mammoth.models == ["control", "mammoth_dit", "mammoth_moda2", "mammoth_prepare", "mammoth_vae_decoder"]
 
 
 def test_an_answer_becomes_a_picture(caller: Caller) -> None:
