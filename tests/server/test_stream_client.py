@@ -135,7 +135,9 @@ def test_readiness(url: str) -> None:
 
 def test_ctrl_c(server: TritonServer, url: str, tmp_path: Path) -> None:
     before = cancelled(server)
-    code = "import typer; from ditpack_client.cli import generate; typer.run(generate)"
+    # A shell's background jobs, and so perhaps these tests, ignore SIGINT, and what they start would too.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "import typer; from ditpack_client.cli import generate; typer.run(generate)"
     arguments = ["a red apple", "--count", "3", "--size", "768x768", "--steps", "200", "--server", url, "-o", "out/"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],

@@ -107,7 +107,9 @@ def test_an_edit_that_takes_too_long_is_cancelled(url: str, painter: Painter) ->
 
 
 def start(command: str, *arguments: str) -> subprocess.Popen[str]:
-    code = f"import typer; from ditpack_client.cli import {command} as run; typer.run(run)"
+    # A shell's background jobs, and so perhaps these tests, ignore SIGINT, and what they start would too.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"import typer; from ditpack_client.cli import {command} as run; typer.run(run)"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
