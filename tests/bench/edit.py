@@ -25,7 +25,6 @@ from torch import Tensor
 from ditpack.attention import select_attention
 from ditpack.models.editing import scaled
 from ditpack.models.qwen_image import QwenImageConfig
-from ditpack.packing.layout import Row, build_layout
 from ditpack.request import Reference
 from ditpack.sampling.guidance import true_cfg
 from ditpack.sampling.qwen_image import Conditioning, QwenImageSampler
@@ -67,11 +66,7 @@ def main() -> None:
     theirs = build_reference(config, device, dtype)
     heads = (config.num_attention_heads, config.attention_head_dim)
     attention = select_attention(options.attention, device, dtype, *heads)
-    longest = build_layout([Row(60, ((128, 128),))] if device.type == "cuda" else [Row(60, ((16, 16),))], device)
-    ceilings = {
-        "matmul_tflops": machine.matmul_ceiling(device),
-        "attention_tflops": machine.attention_ceiling(attention, longest, *heads, device),
-    }
+    ceilings = machine.ceilings(attention, *heads, device)
     details = {"attention": attention.name, "layers": options.layers, "side": options.side, "ceilings": ceilings}
     meta = machine.meta() | details
     print(json.dumps(meta, indent=1), flush=True)

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from ditpack.attention import Attention
+from ditpack.packing.layout import Row, build_layout
+
 
 def meta() -> dict[str, Any]:
     """Hardware, versions, commit, date and command of this run."""
@@ -78,6 +81,16 @@ def milliseconds(call: Callable[[], Any], repeats: int, warmup: int = 1) -> floa
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def ceilings(attention: Attention, heads: int, head_dim: int, device: torch.device) -> dict[str, float]:
+    """TFLOP/s that the floor of a step is counted by: a large product's, and the attention kernel's on one long row."""
+    side = 128 if device.type == "cuda" else 16
+    longest = build_layout([Row(60, ((side, side),))], device)
+    return {
+        "matmul_tflops": matmul_ceiling(device),
+        "attention_tflops": attention_ceiling(attention, longest, heads, head_dim, device),
+    }
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

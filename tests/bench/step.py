@@ -74,11 +74,7 @@ def main() -> None:
         samplers["ditpack-fp8"] = build_sampler(config, theirs, attention, options)
         quantize_blocks(samplers["ditpack-fp8"].transformer.transformer_blocks)
 
-    longest = build_layout([Row(60, ((128, 128),))] if device.type == "cuda" else [Row(60, ((16, 16),))], device)
-    ceilings = {
-        "matmul_tflops": machine.matmul_ceiling(device),
-        "attention_tflops": machine.attention_ceiling(attention, longest, *heads, device),
-    }
+    ceilings = machine.ceilings(attention, *heads, device)
     meta = machine.meta() | {"attention": attention.name, "layers": options.layers, "ceilings": ceilings}
     meta["attention_tflops"] = {
         mix: packed_and_dense(attention, MIXES[mix], heads, device) for mix in options.mixes if len(MIXES[mix]) > 1

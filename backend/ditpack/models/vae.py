@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from ditpack.models.weights import LoadReport, load_component
 
 log = logging.getLogger(__name__)
 
-_BATCH_PIXELS = 4 * 1024 * 1024  # the most that one pass decodes (or one image): bounds the memory of the widest layers
+_BATCH_PIXELS = 4 * 1024 * 1024  # the most that one pass carries (or one image): bounds the memory of the widest layers
 
 
 class VaeDecoder:
@@ -46,22 +46,21 @@ class VaeDecoder:
             ValueError: a latent of another shape.
             GenerationFailed: a latent that is not finite; nothing is decoded then.
         """
-        groups: dict[tuple[int, int], list[int]] = {}
         for index, latent in enumerate(latents):
             if latent.dim() != 3 or latent.shape[0] != self.z_dim or 0 in latent.shape:
                 raise ValueError(f"latents[{index}] has the shape {list(latent.shape)}, must be [{self.z_dim}, h, w]")
             if not bool(torch.isfinite(latent).all()):
                 raise GenerationFailed("the latents are not finite; there is no picture to decode")
-            groups.setdefault((latent.shape[1], latent.shape[2]), []).append(index)
 
         images: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * len(latents)
-        for (height, width), indices in groups.items():
-            together = max(1, _BATCH_PIXELS // (height * width * self.scale_factor**2))
-            for start in range(0, len(indices), together):
-                batch = indices[start : start + together]
-                pixels = self._decode_batch(torch.stack([latents[index] for index in batch]))
-                for index, image in zip(batch, pixels.cpu().numpy(), strict=True):
-                    images[index] = image
+        sizes = [
+            (height * self.scale_factor, width * self.scale_factor)
+            for _, height, width in map(torch.Tensor.size, latents)
+        ]
+        for batch in equal_batches(sizes):
+            pixels = self._decode_batch(torch.stack([latents[index] for index in batch]))
+            for index, image in zip(batch, pixels.cpu().numpy(), strict=True):
+                images[index] = image
         return images
 
     @torch.inference_mode()
@@ -71,6 +70,17 @@ class VaeDecoder:
             image = self._decode_normalised(latents.to(self.report.device, self.report.dtype))
         image = (image * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
         return (image * 255).round().to(torch.uint8)
+
+
+def equal_batches(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Places in ``sizes``, (height, width) in pixels: those of one size together, as many as a pass takes."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, size in enumerate(sizes):
+        groups.setdefault(size, []).append(index)
+    for (height, width), indices in groups.items():
+        together = max(1, _BATCH_PIXELS // (height * width))
+        for start in range(0, len(indices), together):
+            yield indices[start : start + together]
 
 
 def load_vae_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> VaeDecoder:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from ditpack.errors import InvalidRequest
 from ditpack.models.checkpoint import Checkpoint
+from ditpack.models.vae import equal_batches
 from ditpack.models.vision import Pixels
 from ditpack.models.weights import LoadReport, load_component
 from ditpack.sampling.latents import pack_latents
 
 log = logging.getLogger(__name__)
-
-_BATCH_PIXELS = 4 * 1024 * 1024  # the most that one pass encodes (or one image): bounds the memory of the widest layers
 
 
 class VaeEncoder:
@@ -44,21 +43,16 @@ class VaeEncoder:
         Raises:
             InvalidRequest: a side that is no such multiple.
         """
-        groups: dict[tuple[int, int], list[int]] = {}
-        for index, image in enumerate(images):
+        for image in images:
             height, width = image.shape[:2]
             if not height or not width or height % self._multiple or width % self._multiple:
                 raise InvalidRequest("SIZES", [height, width], f"must be positive multiples of {self._multiple}")
-            groups.setdefault((height, width), []).append(index)
 
         tokens: list[Tensor] = [torch.empty(0)] * len(images)
-        for (height, width), indices in groups.items():
-            together = max(1, _BATCH_PIXELS // (height * width))
-            for start in range(0, len(indices), together):
-                batch = indices[start : start + together]
-                latents = self._encode_batch(torch.stack([torch.from_numpy(images[index]) for index in batch]))
-                for index, latent in zip(batch, latents, strict=True):
-                    tokens[index] = pack_latents(latent)
+        for batch in equal_batches([(image.shape[0], image.shape[1]) for image in images]):
+            latents = self._encode_batch(torch.stack([torch.from_numpy(images[index]) for index in batch]))
+            for index, latent in zip(batch, latents, strict=True):
+                tokens[index] = pack_latents(latent)
         return tokens
 
     @torch.inference_mode()
