@@ -67,6 +67,9 @@ Deadline = Annotated[
     float | None,
     typer.Option(min=0.001, max=2_000_000, help="Seconds after which the server drops an image that is not done."),
 ]
+Priority = Annotated[
+    int | None, typer.Option(min=1, max=3, help="1 goes before 2, and 2 before 3, on a busy server; otherwise 2.")
+]
 Retries = Annotated[
     int, typer.Option(min=0, help="How often to try again, after longer and longer waits, when the server is full.")
 ]
@@ -90,6 +93,7 @@ def generate(
     format: Format = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     deadline: Deadline = None,
+    priority: Priority = None,
     retries: Retries = _RETRIES,
     previews: Annotated[
         Path | None,
@@ -108,6 +112,7 @@ def generate(
         format,
         timeout,
         deadline,
+        priority,
         retries,
         metadata,
         previews,
@@ -138,6 +143,7 @@ def edit(
     format: Format = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     deadline: Deadline = None,
+    priority: Priority = None,
     retries: Retries = _RETRIES,
     metadata: Metadata = True,
 ) -> None:
@@ -149,7 +155,7 @@ def edit(
     requests: list[ImageRequest] = [
         EditRequest(images=images, **request) for request in _requests(prompts, size, seed, steps, cfg, negative, count)
     ]
-    _ask(requests, output, server, protocol, format, timeout, deadline, retries, metadata)
+    _ask(requests, output, server, protocol, format, timeout, deadline, priority, retries, metadata)
 
 
 def _ask(
@@ -160,6 +166,7 @@ def _ask(
     format: FileFormat | None,
     timeout: float,
     deadline: float | None,
+    priority: int | None,
     retries: int,
     metadata: bool,
     previews: Path | None = None,
@@ -176,6 +183,7 @@ def _ask(
     for request in requests:
         request["output_format"] = naming.output_format
         request["deadline_ms"] = None if deadline is None else math.ceil(1000 * deadline)
+        request["priority"] = priority
     batch = Batch(client, requests, naming, timeout, retries, metadata, previews, preview_every)
     try:
         errors = asyncio.run(batch.run())

@@ -73,8 +73,8 @@ class Client:
             request_id: what ``cancel`` takes: at least 16 characters that nobody can guess. Made when left out.
             **settings: ``negative_prompt``, ``width`` and ``height`` (pixels, multiples of 16),
                 ``num_inference_steps``, ``true_cfg_scale`` (1 = no guidance), ``seed``, ``output_format`` ("png",
-                "jpeg", "webp" or "raw"), ``deadline_ms`` (the server drops the request after it). The server fills
-                in what is left out.
+                "jpeg", "webp" or "raw"), ``deadline_ms`` (the server drops the request after it), ``priority`` (1
+                goes before 2, 2 before 3). The server fills in what is left out.
 
         Raises:
             GenerationError: see its ``code`` and ``message``.

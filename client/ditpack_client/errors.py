@@ -30,7 +30,7 @@ _STREAM_WORDS = {
     "NOT_FOUND": re.compile(r"Request for unknown model"),
     "INVALID_ARG": re.compile(r"[A-Z_]+ = |expected number of inputs|unexpected |inference input "),
     "UNAVAILABLE": re.compile(
-        r"full: |.*(stayed full|shutting down|engine stopped|maximum queue size|timeout expired|is not ready)", re.I
+        r"full: |timeout: |.*(shutting down|engine stopped|maximum queue size|timeout expired|is not ready)", re.I
     ),
 }
 _TRITON_PREFIX = re.compile(r"^(in ensemble '[^']*', |\[request id: [^\]]*\] )+")

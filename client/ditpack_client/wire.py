@@ -31,6 +31,7 @@ class Settings(TypedDict, total=False):
     seed: int | None
     output_format: str | None
     deadline_ms: int | None
+    priority: int | None
 
 
 class ImageRequest(Settings, total=False):
@@ -62,6 +63,7 @@ _INPUTS = {
     "seed": ("SEED", "INT64"),
     "output_format": ("OUTPUT_FORMAT", "BYTES"),
     "deadline_ms": ("DEADLINE_MS", "INT32"),
+    "priority": ("PRIORITY", "INT32"),
 }
 
 

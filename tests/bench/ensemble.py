@@ -149,7 +149,7 @@ def bare_engine(checkpoint: Checkpoint, options: argparse.Namespace) -> list[dic
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sampler = load_sampler(checkpoint, device, dtype)
-    engine = Engine(sampler, token_budget=default_token_budget(sampler), waiting_room=64)
+    engine = Engine(sampler, token_budget=default_token_budget(sampler), max_queue_size=64)
     encoder, decoder = load_text_encoder(checkpoint, device, dtype), load_vae_decoder(checkpoint, device, dtype)
     ids = [PromptTokenizer(checkpoint).encode(text) for text in (PROMPT, " ")]
 
@@ -160,7 +160,7 @@ def bare_engine(checkpoint: Checkpoint, options: argparse.Namespace) -> list[dic
         request = image_request(width, height, options.steps, options.cfg, number)
         answers: queue.SimpleQueue[Result | DitpackError] = queue.SimpleQueue()
         job = Job(request, str(number), Conditioning(*encoder.encode(ids)), answers.put)
-        engine.submit(job, timeout=400)
+        engine.submit(job)
         result = answers.get(timeout=400)
         if isinstance(result, DitpackError):
             raise result

@@ -44,6 +44,7 @@ def image_request(width: int, height: int, steps: int, scale: float, seed: int) 
         output_format="jpeg",
         response_format="bytes",
         deadline_ms=None,
+        priority=2,
         accepted_ns=0,
     )
 
@@ -153,7 +154,7 @@ def ditpack(sampler: QwenImageSampler, cases: list[Case]) -> Callable[[], list[T
         request = ImageRequest(
             prompt="", negative_prompt=" " if scale > 1 else None, true_cfg_scale=scale, num_inference_steps=50,
             width=16 * case.grid[1], height=16 * case.grid[0], seed=index,
-            output_format="png", response_format="bytes", deadline_ms=None, accepted_ns=0,
+            output_format="png", response_format="bytes", deadline_ms=None, priority=2, accepted_ns=0,
         )  # fmt: skip
         member = sampler.begin(request, Conditioning(case.texts[0], case.texts[1] if scale > 1 else None))
         member.sigmas = [SIGMA] * 51  # every implementation gets the same timestep

@@ -78,13 +78,13 @@ def test_workers(parallel: str, ranks: int, embedded_checkpoint: Path) -> None:
     width = checkpoint.transformer_config["joint_attention_dim"]
     tickets = [Ticket(each, conditioning=conditioning(each, width)) for each in REQUESTS]
     for ticket in tickets:
-        served.submit(ticket.job, 5)
+        served.submit(ticket.job)
     for ticket, exact in zip(tickets, expected, strict=True):
         assert float((ticket.latents() - exact).norm() / exact.norm()) < 2e-2
 
     endless = request(num_inference_steps=200)
     lost = Ticket(endless, conditioning=conditioning(endless, width))
-    served.submit(lost.job, 5)
+    served.submit(lost.job)
     time.sleep(0.2)
     os.kill(pids[-1], signal.SIGKILL)
     assert isinstance(lost.outcome(), Unavailable)
@@ -93,7 +93,7 @@ def test_workers(parallel: str, ranks: int, embedded_checkpoint: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.1)
     again = Ticket(REQUESTS[0], conditioning=conditioning(REQUESTS[0], width))
-    served.submit(again.job, 5)
+    served.submit(again.job)
     assert isinstance(again.outcome(), Result)
     pids += sampler.pids
     served.close(10)

@@ -41,6 +41,7 @@ DTYPES: dict[str, Any] = {
     "OUTPUT_FORMAT": np.object_,
     "RESPONSE_FORMAT": np.object_,
     "DEADLINE_MS": np.int32,
+    "PRIORITY": np.int32,
 }
 _CODES = {
     "400": "INVALID_ARG",  # over HTTP also CANCELLED

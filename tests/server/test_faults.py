@@ -207,19 +207,16 @@ def test_without_the_watchdog_it_stays_and_the_probe_says_what_is_wrong(serve: C
 
 
 def test_sigterm_finishes_what_was_accepted(serve: Callable[..., Serve], tmp_path: Path) -> None:
-    """Eight: the engine has two, one waits at its door and five in Triton's queue for it."""
-    edits = {"dit": [parameter("waiting_room", "1"), parameter("token_budget", "64")]}
+    """Eight: one takes steps, and seven wait for their turn."""
+    edits = {"dit": [parameter("token_budget", "64")]}
     served = serve("--model-repository", edited_repository(tmp_path / "models", edits))
     values = LONG | {"WIDTH": 64, "HEIGHT": 64, "NUM_INFERENCE_STEPS": 200}
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(over_http, served, values, index % 2 == 0) for index in range(4)]
         calls += [pool.submit(over_grpc, served, values) for _ in range(4)]
         wait_until(
-            "they wait at every place",
-            lambda: (
-                served.metric("ditpack_active_requests") == 1
-                and served.metric("nv_inference_pending_request_count", 'model="dit"') == 5
-            ),
+            "all are in the engine",
+            lambda: served.metric("ditpack_active_requests") == 1 and served.metric("ditpack_waiting_requests") == 7,
         )
         served.process.send_signal(signal.SIGTERM)
         outcomes = [call.result(timeout=BOUND) for call in calls]

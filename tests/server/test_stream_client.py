@@ -156,10 +156,9 @@ def test_ctrl_c(server: TritonServer, url: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """One request in the engine, one waiting, one in the call that blocks, one in Triton's queue."""
+    """One request in the engine, three waiting."""
     directory = tmp_path_factory.mktemp("narrow-streams")
-    edits = [parameter("waiting_room", "1"), parameter("token_budget", "64"), parameter("admission_timeout_s", "1")]
-    edits.append((r"max_queue_size: \d+", "max_queue_size: 1"))
+    edits = [parameter("max_queue_size", "3"), parameter("token_budget", "64")]
     repository = edited_repository(directory / "model_repository", {"dit": edits})
     with serving(tiny_checkpoint, directory / "tritonserver.log", repository) as started:
         yield started

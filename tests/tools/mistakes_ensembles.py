@@ -140,9 +140,9 @@ ENSEMBLES = [
     Mistake(
         "batch larger than a step's",
         ENSEMBLE,
-        swap("max_batch_size: 0", "max_batch_size: 4"),
-        Says("batch-size", "max_batch_size: 4", "Lower it to 1"),
-        "allows maximum batch size 4",
+        swap("max_batch_size: 0", "max_batch_size: 9"),
+        Says("batch-size", "max_batch_size: 9", "Lower it to 8"),
+        "allows maximum batch size 9",
     ),
     Mistake(
         "map key twice",
@@ -180,16 +180,16 @@ DITPACK = [
     Mistake(
         "unknown parameter",
         "dit",
-        swap('key: "waiting_room"', 'key: "waiting_rooms"'),
-        Says("parameter", '"waiting_rooms"', "'waiting_room'"),
+        swap('key: "max_queue_size"', 'key: "max_queue_sizes"'),
+        Says("parameter", '"max_queue_sizes"', "'max_queue_size'"),
         "unknown parameter",
     ),
     Mistake(
         "parameter out of range",
         "dit",
-        swap('string_value: "4"', 'string_value: "0"'),
-        Says("parameter", 'string_value: "0"', "from 1 to 4096"),
-        "must be an integer from 1 to 4096",
+        swap('string_value: "256"', 'string_value: "-1"'),
+        Says("parameter", 'string_value: "-1"', "from 0 to 65536"),
+        "must be an integer from 0 to 65536",
     ),
     Mistake(
         "parameter that is no choice",

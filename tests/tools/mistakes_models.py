@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mistakes import ENSEMBLE, Mistake, Says, append, swap, swap_first
+
+
+def batching(*lines: str) -> Callable[[str], str]:
+    """These lines in dit's dynamic_batching."""
+    return swap("dynamic_batching { }", "\n  ".join(("dynamic_batching {", *lines)) + "\n}")
+
 
 SYNTAX = [
     Mistake(
@@ -39,14 +47,14 @@ SYNTAX = [
     Mistake(
         "missing colon",
         "dit",
-        swap("max_batch_size: 1", "max_batch_size 1"),
-        Says("syntax", "max_batch_size 1", "name: value"),
+        swap("max_batch_size: 64", "max_batch_size 64"),
+        Says("syntax", "max_batch_size 64", "name: value"),
         'Expected ":"',
     ),
     Mistake(
         "no number",
         "dit",
-        swap("max_batch_size: 1", "max_batch_size: many"),
+        swap("max_batch_size: 64", "max_batch_size: many"),
         Says("syntax", "max_batch_size: many", "whole number"),
         "Expected integer",
     ),
@@ -67,14 +75,14 @@ SYNTAX = [
     Mistake(
         "parameter without string_value",
         "dit",
-        swap('value { string_value: "4" }', 'value: "4"'),
-        Says("syntax", 'value: "4"', "string_value"),
+        swap('value { string_value: "256" }', 'value: "256"'),
+        Says("syntax", 'value: "256"', "string_value"),
         'Expected "{"',
     ),
     Mistake(
         "field twice",
         "dit",
-        swap("max_batch_size: 1", "max_batch_size: 1\nmax_batch_size: 32"),
+        swap("max_batch_size: 64", "max_batch_size: 64\nmax_batch_size: 32"),
         Says("field-twice", "max_batch_size: 32", "Delete one"),
         "specified multiple times",
     ),
@@ -163,16 +171,16 @@ MODELS = [
     Mistake(
         "no default priority",
         "dit",
-        swap("  default_priority_level: 2\n", ""),
+        batching("priority_levels: 3"),
         Says("priority", "dynamic_batching {", "from 1"),
         "default priority level must be in range [1, 3]",
     ),
     Mistake(
         "policy for a priority that is not",
         "dit",
-        swap(
-            "  priority_levels: 3",
-            "  priority_queue_policy { key: 4 value { max_queue_size: 1 } }\n  priority_levels: 3",
+        batching(
+            "priority_levels: 3 default_priority_level: 2",
+            "priority_queue_policy { key: 4 value { max_queue_size: 1 } }",
         ),
         Says("priority", "key: 4", "Raise priority_levels"),
         "must have priority level in range [1, 3]",
@@ -180,22 +188,36 @@ MODELS = [
     Mistake(
         "order and priorities",
         "dit",
-        swap("  priority_levels: 3", "  preserve_ordering: true\n  priority_levels: 3"),
+        batching("priority_levels: 3 default_priority_level: 2", "preserve_ordering: true"),
         Says("priority", "preserve_ordering", "Delete one"),
         "Only one priority level is allowed",
     ),
     Mistake(
         "timeout in milliseconds",
         "dit",
-        swap("default_timeout_microseconds: 300000000", "default_timeout_microseconds: 300"),
+        batching("default_queue_policy {", "default_timeout_microseconds: 300", "}"),
         Says("timeout", "default_timeout_microseconds: 300", "write 300000;", severity="warning"),
         None,
     ),
     Mistake(
         "timeout that cannot be shortened",
         "dit",
-        swap("default_timeout_microseconds: 300000000", ""),
+        batching("default_queue_policy {", "allow_timeout_override: true", "}"),
         Says("timeout", "allow_timeout_override", "default_timeout_microseconds", severity="warning"),
+        None,
+    ),
+    Mistake(
+        "a queue in Triton",
+        "dit",
+        batching("default_queue_policy {", "max_queue_size: 16", "}"),
+        Says("queue-policy", "default_queue_policy {", "max_queue_size", severity="warning"),
+        None,
+    ),
+    Mistake(
+        "priorities in Triton",
+        "text_encoder",
+        swap("dynamic_batching {", "dynamic_batching {\n  priority_levels: 3 default_priority_level: 2"),
+        Says("queue-policy", "priority_levels", "PRIORITY", severity="warning"),
         None,
     ),
     Mistake(

@@ -80,8 +80,8 @@ class Hooked:
         return call
 
 
-def engine(sampler: Any, *, token_budget: int = 10_000, waiting_room: int = 64, **options: Any) -> Engine:
-    return Engine(sampler, token_budget=token_budget, waiting_room=waiting_room, **options)
+def engine(sampler: Any, *, token_budget: int = 10_000, max_queue_size: int = 64, **options: Any) -> Engine:
+    return Engine(sampler, token_budget=token_budget, max_queue_size=max_queue_size, **options)
 
 
 def run(sampler: Any, requests: list[ImageRequest]) -> list[Result | DitpackError]:
@@ -90,7 +90,7 @@ def run(sampler: Any, requests: list[ImageRequest]) -> list[Result | DitpackErro
     try:
         tickets = [Ticket(image_request) for image_request in requests]
         for ticket in tickets:
-            served.submit(ticket.job, TIMEOUT)
+            served.submit(ticket.job)
         return [ticket.outcome() for ticket in tickets]
     finally:
         served.close(TIMEOUT)

@@ -156,6 +156,7 @@ class InferenceRequest:
         self._sender: ResponseSender | DecoupledSender | None = None
         self._decoupled = decoupled
         self.cancelled = False
+        self.timeout_us = 0
         self.send_failures: list[Exception] = []  # what the next sends raise
         self.answers: list[InferenceResponse] = []
         self.answered = threading.Event()
@@ -172,6 +173,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self._id
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def is_cancelled(self) -> bool:
         return self.cancelled

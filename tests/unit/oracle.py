@@ -53,6 +53,7 @@ def request(**changes: Any) -> ImageRequest:
         "output_format": "png",
         "response_format": "bytes",
         "deadline_ms": None,
+        "priority": 2,
         "accepted_ns": 0,
     }
     fields.update(changes)

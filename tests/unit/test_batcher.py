@@ -15,6 +15,7 @@ class Request:
     steps: int = 10
     done: int = 0
     skipped: int = 0
+    priority: int = 2
 
     @property
     def steps_left(self) -> int:
@@ -86,3 +87,17 @@ def test_no_requests_no_step() -> None:
 def test_bad_settings_are_refused(budget: int, patience: float) -> None:
     with pytest.raises(ValueError, match="must"):
         VarlenSequenceBatcher(budget, patience)
+
+
+def test_priorities_go_before_work() -> None:
+    batcher = VarlenSequenceBatcher(100)
+    low, usual, high = Request(10, steps=1, priority=3), Request(60, steps=5), Request(60, steps=50, priority=1)
+    assert batcher.select([low, usual, high]) == [low, high], "what is left over goes to whoever fits"
+    assert batcher.select([Request(90, priority=3), usual, high]) == [high]
+
+
+def test_low_priorities_do_not_starve() -> None:
+    batcher = VarlenSequenceBatcher(100, patience=2)
+    low, high = Request(100, steps=3, priority=3), Request(100, steps=1000, priority=1)
+    turns = [batcher.select([low, high])[0] for _ in range(7)]
+    assert turns == [high] * 6 + [low]

@@ -50,7 +50,7 @@ def listening(
 
 def started(served: Engine, steps: int = LONG, seed: int = 1) -> Ticket:
     ticket = Ticket(request(seed=seed, num_inference_steps=steps))
-    served.submit(ticket.job, TIMEOUT)
+    served.submit(ticket.job)
     return ticket
 
 
@@ -178,8 +178,9 @@ def test_many_watchers_do_not_keep_others_from_asking(
         assert channel.status(tmp_path)[0]["healthy"]
 
 
-def test_two_engines_in_one_directory(sampler: QwenImageSampler, tmp_path: Path) -> None:
-    with listening(sampler, tmp_path, "dit_0_0") as one, listening(sampler, tmp_path, "dit_0_1") as two:
+def test_two_engines_in_one_directory(sampler: QwenImageSampler, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    second = tiny_sampler(tiny_checkpoint)  # a sampler is one engine's
+    with listening(sampler, tmp_path, "dit_0_0") as one, listening(second, tmp_path, "dit_0_1") as two:
         tickets = [started(one, seed=1), started(two, seed=2)]
         assert [each["name"] for each in channel.status(tmp_path)] == ["dit_0_0", "dit_0_1"]
         assert channel.cancel(tmp_path, "seed-2")
@@ -281,15 +282,15 @@ class TestDrain:
             thread = threading.Thread(target=lambda: results.append(channel.drain(tmp_path, TIMEOUT)))
             thread.start()
             assert eventually(lambda: served._closing_ns is not None)
-            served.submit(accepted.job, TIMEOUT)
+            served.submit(accepted.job)
             with pytest.raises(Unavailable, match="shutting down"):
-                served.submit(Ticket(request(seed=3, accepted_ns=time.monotonic_ns())).job, TIMEOUT)
+                served.submit(Ticket(request(seed=3, accepted_ns=time.monotonic_ns())).job)
             thread.join(TIMEOUT)
             assert results == [True]
             assert isinstance(first.outcome(), Result)
             assert isinstance(accepted.outcome(), Result)
             with pytest.raises(Unavailable, match="shutting down"):
-                served.submit(Ticket(request(seed=4, accepted_ns=0)).job, TIMEOUT)
+                served.submit(Ticket(request(seed=4, accepted_ns=0)).job)
 
     def test_it_ends_in_time(self, sampler: QwenImageSampler, tmp_path: Path) -> None:
         gate = threading.Event()

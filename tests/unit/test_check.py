@@ -45,7 +45,8 @@ def test_a_mistake_is_found_at_its_line_and_nothing_else(repository: Path, mista
 @pytest.mark.parametrize("seed", range(12))
 def test_random_valid_edits_are_clean(repository: Path, seed: int) -> None:
     vary(repository, seed)
-    assert check_repository(repository) == []
+    # Queue policies are valid, and warned of because of what Triton makes of them.
+    assert [finding for finding in check_repository(repository) if finding.rule != "queue-policy"] == []
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from ditpack.cli.app import build_app
 
+SHORT = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 300 } }"
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(build_app(arguments), [*arguments])
@@ -37,11 +39,11 @@ def test_a_clean_repository(repository: Path) -> None:
 
 def test_text(repository: Path) -> None:
     unknown = edit(repository, ENSEMBLE, "max_batch_size: 0", "max_batch: 0")
-    timeout = edit(repository, "dit", "default_timeout_microseconds: 300000000", "default_timeout_microseconds: 300")
+    timeout = edit(repository, "dit", "dynamic_batching { }", SHORT)
     result = run("check", str(repository), "--configs-only")
     assert result.exit_code == 1
     assert result.output.splitlines() == [
-        f"model_repository/dit/config.pbtxt:{timeout}:5: warning: requests may wait 300 microseconds, less than a "
+        f"model_repository/dit/config.pbtxt:{timeout}:43: warning: requests may wait 300 microseconds, less than a "
         "millisecond [timeout]",
         "    If milliseconds were meant, write 300000; for seconds, 300000000.",
         f"model_repository/qwen_image/config.pbtxt:{unknown}:1: error: a model's config has no field 'max_batch' "
@@ -74,7 +76,7 @@ def test_json(repository: Path) -> None:
 
 
 def test_warnings_alone_are_no_failure_unless_strict(repository: Path) -> None:
-    edit(repository, "dit", "default_timeout_microseconds: 300000000", "default_timeout_microseconds: 300")
+    edit(repository, "dit", "dynamic_batching { }", SHORT)
     assert run("check", str(repository), "--configs-only").exit_code == 0
     assert run("check", str(repository), "--configs-only", "--strict").exit_code == 1
 

@@ -170,7 +170,7 @@ def test_the_autoscaler_and_the_adapter_name_the_same_metrics() -> None:
     wanted = {metric["pods"]["metric"]["name"] for metric in scaled["HorizontalPodAutoscaler"]["spec"]["metrics"]}
     rules = yaml.safe_load((CHART / "adapter.yaml").read_text())["rules"]["custom"]
     assert {rule["name"]["as"] for rule in rules} == wanted
-    assert wanted == {"ditpack_active_requests", "ditpack_pending_requests"}
+    assert wanted == {"ditpack_active_requests", "ditpack_waiting_requests"}
 
 
 def test_versions_agree() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_pb_utils import InferenceRequest, MetricFamily
-from fake_triton import Answer, FakeModel, read_config, triton_args
+from fake_triton import Answer, FakeModel, triton_args
 
 from ditpack.engine.job import Job, Result
 from ditpack.errors import DitpackError, GenerationFailed, InvalidRequest, Unavailable
@@ -35,24 +35,22 @@ DONE = Result(LATENTS, INFO)
 class StubEngine:
     """``on_submit`` decides what becomes of a job; by default it is done at once."""
 
-    def __init__(self, on_submit: Callable[[Job, float], None] | None = None) -> None:
+    def __init__(self, on_submit: Callable[[Job], None] | None = None) -> None:
         self.submitted: list[Job] = []
-        self.timeouts: list[float] = []
-        self.on_submit = on_submit or (lambda job, timeout: job.deliver(DONE))
+        self.on_submit = on_submit or (lambda job: job.deliver(DONE))
         self.healthy = True
         self.active_requests = self.active_rows = self.waiting_requests = 0
         self.closed: list[float] = []
 
-    def submit(self, job: Job, timeout: float) -> None:
-        self.timeouts.append(timeout)
-        self.on_submit(job, timeout)
+    def submit(self, job: Job) -> None:
+        self.on_submit(job)
         self.submitted.append(job)
 
     def close(self, timeout: float) -> None:
         self.closed.append(timeout)
 
 
-def new_dit(engine: Any, admission_timeout_s: float = 30.0) -> FakeModel:
+def new_dit(engine: Any, queue_timeout_s: float = 30.0) -> FakeModel:
     MetricFamily.series.clear()
     fake_pb_utils.Logger.lines.clear()
     outputs = Outputs(Instance.from_args(triton_args("dit")).config)
@@ -61,7 +59,7 @@ def new_dit(engine: Any, admission_timeout_s: float = 30.0) -> FakeModel:
         None,
         partial(resolve_json, limits=LIMITS, resolver=resolve),
         QwenImageSampler.conditioning,
-        admission_timeout_s,
+        queue_timeout_s,
         outputs,
         Outcomes("dit"),
         EngineMetrics("dit_0_0"),
@@ -100,7 +98,7 @@ def test_without_guidance_the_negative_features_are_left_out() -> None:
 
 
 def test_execute_returns_before_the_answers_which_come_in_any_order() -> None:
-    model = new_dit(StubEngine(lambda job, timeout: None))
+    model = new_dit(StubEngine(lambda job: None))
     requests = [new_request(model, str(index)) for index in range(3)]
     model.execute(requests)
     assert not any(request.answers for request in requests)
@@ -110,8 +108,8 @@ def test_execute_returns_before_the_answers_which_come_in_any_order() -> None:
     assert sum(len(request.answers) for request in requests) == 3
 
 
-def misbehave(how: str) -> Callable[[Job, float], None]:
-    def on_submit(job: Job, timeout: float) -> None:
+def misbehave(how: str) -> Callable[[Job], None]:
+    def on_submit(job: Job) -> None:
         if job.request_id != "bad":
             job.deliver(DONE)
         elif how == "deliver twice":
@@ -170,7 +168,7 @@ def test_a_send_that_fails_once_becomes_an_error_answer() -> None:
 
 
 def test_cancellation_is_asked_of_the_sender() -> None:
-    model = new_dit(StubEngine(lambda job, timeout: None))
+    model = new_dit(StubEngine(lambda job: None))
     request = new_request(model)
     model.execute([request])
     (job,) = model.instance._engine.submitted
@@ -180,36 +178,29 @@ def test_cancellation_is_asked_of_the_sender() -> None:
     job.deliver(GenerationFailed("end"))
 
 
-def test_a_full_engine_blocks_execute_and_then_refuses() -> None:
-    def full(job: Job, timeout: float) -> None:
-        time.sleep(timeout)
-        raise Unavailable(f"full: 4 requests still wait after {timeout:.1f} s")
+def test_a_full_engine_refuses_one_and_takes_the_others() -> None:
+    def full(job: Job) -> None:
+        if job.request_id == "1":
+            raise Unavailable("full: 4 requests wait, max_queue_size is 4; try again later")
+        job.deliver(DONE)
 
-    model = new_dit(StubEngine(full), admission_timeout_s=0.6)
-    started = time.monotonic()
-    (answer,) = model.infer(new_request(model))
-    assert time.monotonic() - started > 0.5
-    assert (answer.code, answer.message) == ("UNAVAILABLE", "full: 4 requests still wait after 0.6 s")
-
-
-def test_triton_hands_over_one_request_at_a_time() -> None:
-    """Else those that wait for room would be out of the order of Triton's priorities."""
-    for name in ("dit", "mammoth_dit"):
-        assert read_config(name).max_batch_size == 1
+    model = new_dit(StubEngine(full))
+    answers = model.infer(*(new_request(model, str(index)) for index in range(3)))
+    assert [answer.code for answer in answers] == [None, "UNAVAILABLE", None]
+    assert answers[1].message == "full: 4 requests wait, max_queue_size is 4; try again later"
 
 
-def test_a_larger_batch_shares_one_time_out() -> None:
-    """For whoever raises max_batch_size all the same."""
-    engine = StubEngine(lambda job, timeout: time.sleep(min(timeout, 0.2)) or job.deliver(DONE))
-    model = new_dit(engine, admission_timeout_s=0.3)
-    model.config.max_batch_size = 4
-    model.infer(*(new_request(model, str(index)) for index in range(4)))
-    assert engine.timeouts == sorted(engine.timeouts, reverse=True)
-    assert engine.timeouts[-1] == 0
+@pytest.mark.parametrize(("timeout_us", "allowed"), [(0, 30.0), (1_500_000, 1.5), (60_000_000, 30.0)])
+def test_a_clients_timeout_may_shorten_the_wait(timeout_us: int, allowed: float) -> None:
+    model = new_dit(StubEngine(), queue_timeout_s=30.0)
+    request = new_request(model)
+    request.timeout_us = timeout_us
+    model.infer(request)
+    assert model.instance._engine.submitted[0].timeout_s == allowed
 
 
 def test_a_dead_engine_refuses_at_once() -> None:
-    def dead(job: Job, timeout: float) -> None:
+    def dead(job: Job) -> None:
         raise Unavailable("the engine stopped (RuntimeError); the server has to be restarted")
 
     engine = StubEngine(dead)
@@ -287,7 +278,7 @@ def test_finalize_answers_everybody(tiny_checkpoint: Path) -> None:
 
 
 def test_a_crash_of_the_engine_answers_everybody(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded_dit(tiny_checkpoint, waiting_room="2", token_budget="64")
+    model = loaded_dit(tiny_checkpoint, max_queue_size="2", token_budget="64")
     engine = model.instance._door._engine
 
     def crash(*_: Any) -> None:
@@ -302,16 +293,21 @@ def test_a_crash_of_the_engine_answers_everybody(tiny_checkpoint: Path, monkeypa
     assert metric("ditpack_requests_total") == 6
 
 
-def test_more_requests_than_places_all_get_through(tiny_checkpoint: Path) -> None:
-    model = loaded_dit(tiny_checkpoint, waiting_room="1", token_budget="64")
-    answers = model.infer(*(real_request(model, str(index), NUM_INFERENCE_STEPS=2) for index in range(12)))
+def test_what_is_too_much_is_refused_and_the_rest_gets_through(tiny_checkpoint: Path) -> None:
+    model = loaded_dit(tiny_checkpoint, max_queue_size="3", token_budget="64")
+    answers = model.infer(*(real_request(model, str(index), NUM_INFERENCE_STEPS=50) for index in range(12)))
+    refused = [answer for answer in answers if answer.code is not None]
+    assert refused
+    assert {answer.code for answer in refused} == {"UNAVAILABLE"}
+    assert all("requests wait, max_queue_size is 3" in answer.message for answer in refused)
     for answer in answers:
-        ok(answer)
+        if answer.code is None:
+            ok(answer)
     model.instance.finalize()
 
 
 def test_outcome_types_cover_the_contract() -> None:
     """``deliver`` takes a Result or a DitpackError, nothing else is promised."""
-    model = new_dit(StubEngine(lambda job, timeout: job.deliver(DitpackError("plain"))))
+    model = new_dit(StubEngine(lambda job: job.deliver(DitpackError("plain"))))
     (answer,) = model.infer(new_request(model))
     assert (answer.code, answer.message) == ("INTERNAL", "plain")

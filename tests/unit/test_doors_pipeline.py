@@ -22,6 +22,7 @@ TYPES = {
     "TRUE_CFG_SCALE": np.float32,
     "SEED": np.int64,
     "DEADLINE_MS": np.int32,
+    "PRIORITY": np.int32,
 }
 
 
@@ -76,6 +77,7 @@ def test_a_prompt_becomes_a_picture(ensemble: FakeEnsemble) -> None:
         "output_format": "png",
         "response_format": "bytes",
         "deadline_ms": None,
+        "priority": 2,
     }
     assert info["steps"] == 2
     assert set(info["pack"]) == {"requests_max", "requests_mean", "shared_steps"}

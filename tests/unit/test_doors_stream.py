@@ -42,7 +42,7 @@ class Ensemble:
             return InferenceResponse(error=self.error)
         ticket = Ticket(request(seed=1, num_inference_steps=int(values["NUM_INFERENCE_STEPS"])))
         job = ticket.job
-        self.served.submit(Job(job.request, asked.request_id(), job.conditioning, job.deliver), TIMEOUT)
+        self.served.submit(Job(job.request, asked.request_id(), job.conditioning, job.deliver))
         outcome = ticket.outcome()
         if not isinstance(outcome, Result):
             # 2.51 makes INTERNAL of every code on this way.

@@ -52,7 +52,7 @@ def test_packed_equals_alone(sampler: QwenImageSampler) -> None:
     served = engine(hooked)
     tickets = [Ticket(image_request) for image_request in mixed()]
     for ticket in tickets:
-        served.submit(ticket.job, TIMEOUT)
+        served.submit(ticket.job)
     everybody.set()
     for ticket in tickets:
         result = ticket.outcome()
@@ -70,11 +70,11 @@ def test_joining_late_changes_nothing(sampler: QwenImageSampler) -> None:
 
     def join_at_step_three(pack: Pack) -> None:
         if next(steps) == 2:
-            served.submit(late_ticket.job, TIMEOUT)
+            served.submit(late_ticket.job)
 
     served = engine(Hooked(sampler, step=join_at_step_three))
     ticket = Ticket(first)
-    served.submit(ticket.job, TIMEOUT)
+    served.submit(ticket.job)
     assert relative_error(ticket.latents(), alone(sampler, first)) < 1e-5
     result = late_ticket.outcome()
     served.close(TIMEOUT)
@@ -93,8 +93,8 @@ def test_a_cancelled_neighbour_changes_nothing(sampler: QwenImageSampler) -> Non
 
     served = engine(Hooked(sampler, step=cancel_at_step_two, begin=lambda *_: time.sleep(0.05)))
     staying, leaving = Ticket(keep), Ticket(leave, is_cancelled=cancelled.is_set)
-    served.submit(staying.job, TIMEOUT)
-    served.submit(leaving.job, TIMEOUT)
+    served.submit(staying.job)
+    served.submit(leaving.job)
     outcome = leaving.outcome()
     assert isinstance(outcome, Cancelled)
     assert "after 2 of 5 steps" in str(outcome)
@@ -107,32 +107,13 @@ def test_a_deadline_is_met_within_a_step(sampler: QwenImageSampler) -> None:
     served = engine(Hooked(sampler, step=lambda _: time.sleep(0.02)))
     late = Ticket(request(num_inference_steps=200, deadline_ms=150, accepted_ns=time.monotonic_ns()))
     started = time.monotonic()
-    served.submit(late.job, TIMEOUT)
+    served.submit(late.job)
     outcome = late.outcome()
     assert isinstance(outcome, Cancelled)
     assert "DEADLINE_MS = 150" in str(outcome)
     assert time.monotonic() - started < 5
     with pytest.raises(Cancelled, match="0 of 4 steps"):
-        served.submit(Ticket(request(deadline_ms=1, accepted_ns=time.monotonic_ns() - 10**9)).job, TIMEOUT)
-    served.close(TIMEOUT)
-
-
-def test_a_full_room_blocks_and_then_refuses(sampler: QwenImageSampler) -> None:
-    gate = threading.Event()
-    served = engine(Hooked(sampler, step=lambda _: gate.wait(TIMEOUT)), waiting_room=1)
-    first, second, third = (Ticket(request(seed=seed)) for seed in range(3))
-    served.submit(first.job, TIMEOUT)
-    while served.active_requests == 0:
-        time.sleep(0.001)
-    served.submit(second.job, TIMEOUT)
-    with pytest.raises(Unavailable, match=r"full: 1 requests still wait after 0\.1 s"):
-        served.submit(third.job, 0.1)
-    blocked = threading.Thread(target=served.submit, args=(third.job, TIMEOUT))
-    blocked.start()
-    gate.set()
-    for ticket in (first, second, third):
-        assert isinstance(ticket.outcome(), Result)
-    blocked.join(TIMEOUT)
+        served.submit(Ticket(request(deadline_ms=1, accepted_ns=time.monotonic_ns() - 10**9)).job)
     served.close(TIMEOUT)
 
 
@@ -142,7 +123,7 @@ def test_the_budget_bounds_every_step(sampler: QwenImageSampler) -> None:
     served = engine(sampler, token_budget=3 * tokens, on_step=stats.append)
     tickets = [Ticket(request(seed=seed)) for seed in range(7)]
     for ticket in tickets:
-        served.submit(ticket.job, TIMEOUT)
+        served.submit(ticket.job)
     assert all(isinstance(ticket.outcome(), Result) for ticket in tickets)
     served.close(TIMEOUT)
     assert max(step.tokens for step in stats) == 3 * tokens
@@ -166,8 +147,8 @@ def test_stats_of_steps_that_are_padded_or_split_up(tiny_checkpoint: Path) -> No
 
     served = engine(Hooked(sampler, step=fail), on_step=stats.append)
     good, bad = Ticket(request(seed=1)), Ticket(request(seed=13))
-    served.submit(good.job, TIMEOUT)
-    served.submit(bad.job, TIMEOUT)
+    served.submit(good.job)
+    served.submit(bad.job)
     good.latents()
     assert isinstance(bad.outcome(), GenerationFailed)
     served.close(TIMEOUT)
@@ -188,7 +169,7 @@ def test_the_queue_time_counts_from_the_jobs_arrival(sampler: QwenImageSampler) 
     """Not from its place in the waiting room: what it waited for that is waiting too."""
     served = engine(sampler)
     ticket = Ticket(request(), arrived=time.monotonic() - 100)
-    served.submit(ticket.job, TIMEOUT)
+    served.submit(ticket.job)
     outcome = ticket.outcome()
     served.close(TIMEOUT)
     assert isinstance(outcome, Result)
@@ -205,11 +186,11 @@ def test_a_short_request_goes_before_a_long_one_and_neither_changes(sampler: Qwe
     def arrive_at_step_three(pack: Pack) -> None:
         order.append(pack.members[0].request.seed)
         if len(order) == 3:
-            served.submit(short_ticket.job, TIMEOUT)
+            served.submit(short_ticket.job)
 
     served = engine(Hooked(sampler, step=arrive_at_step_three), token_budget=1)
     long_ticket = Ticket(long)
-    served.submit(long_ticket.job, TIMEOUT)
+    served.submit(long_ticket.job)
     assert relative_error(short_ticket.latents(), alone(sampler, short)) < 1e-5
     assert relative_error(long_ticket.latents(), alone(sampler, long)) < 1e-5
     served.close(TIMEOUT)
@@ -224,9 +205,9 @@ def test_text_that_does_not_fit_is_refused_at_the_door(sampler: QwenImageSampler
         ("NEGATIVE_EMBEDS", Conditioning(torch.zeros(3, 32), torch.zeros(shape))),
     ]:
         with pytest.raises(InvalidRequest, match=f"^{field} = "):
-            served.submit(Ticket(request(), conditioning=pair).job, TIMEOUT)
+            served.submit(Ticket(request(), conditioning=pair).job)
     with pytest.raises(InvalidRequest, match="NEGATIVE_EMBEDS"):
-        served.submit(Ticket(request(), conditioning=Conditioning(torch.zeros(3, 32), None)).job, TIMEOUT)
+        served.submit(Ticket(request(), conditioning=Conditioning(torch.zeros(3, 32), None)).job)
     served.close(TIMEOUT)
 
 
@@ -234,18 +215,18 @@ def test_close_finishes_what_was_accepted(sampler: QwenImageSampler) -> None:
     served = engine(sampler)
     tickets = [Ticket(image_request) for image_request in mixed(5)]
     for ticket in tickets:
-        served.submit(ticket.job, TIMEOUT)
+        served.submit(ticket.job)
     served.close(TIMEOUT)
     assert all(isinstance(ticket.outcome(), Result) for ticket in tickets)
     with pytest.raises(Unavailable, match="shutting down"):
-        served.submit(Ticket(request()).job, TIMEOUT)
+        served.submit(Ticket(request()).job)
 
 
 def test_close_fails_what_it_cannot_finish_in_time(sampler: QwenImageSampler) -> None:
     served = engine(Hooked(sampler, step=lambda _: time.sleep(0.05)), token_budget=1)
     running, waiting = (Ticket(request(num_inference_steps=200, seed=seed)) for seed in (7, 8))
-    served.submit(running.job, TIMEOUT)
-    served.submit(waiting.job, TIMEOUT)
+    served.submit(running.job)
+    served.submit(waiting.job)
     started = time.monotonic()
     served.close(0.2)
     assert time.monotonic() - started < 5

@@ -28,6 +28,7 @@ TYPES: dict[str, Any] = {
     "GUIDANCE_SCALE": np.float32,
     "SEED": np.int64,
     "DEADLINE_MS": np.int32,
+    "PRIORITY": np.int32,
 }
 
 
@@ -79,6 +80,7 @@ def test_an_answer_becomes_a_picture(ensemble: FakeEnsemble) -> None:
         "output_format": "png",
         "response_format": "bytes",
         "deadline_ms": None,
+        "priority": 2,
     }
     assert info["steps"] == 3
 

@@ -93,6 +93,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("OUTPUT_FORMAT", "gif", "must be one of"),
     ("RESPONSE_FORMAT", "url", "must be one of"),
     ("DEADLINE_MS", 0, "must be between 1 and"),
+    ("PRIORITY", 4, "must be between 1 and 3"),
     ("PROMPT", "a cat", "unknown field"),
 ]
 

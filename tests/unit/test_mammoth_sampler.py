@@ -70,12 +70,12 @@ def test_packed_and_joining_late_equals_solo_and_the_reference(checkpoint: str, 
 
     def one_more_joins(pack: Pack) -> None:
         if (late := next(left, None)) is not None:
-            served.submit(late.job, TIMEOUT)
+            served.submit(late.job)
 
     both = threading.Event()
     served = engine(Hooked(sampler, step=one_more_joins, begin=lambda *_: both.wait(TIMEOUT)))
     for first in tickets[:2]:
-        served.submit(first.job, TIMEOUT)
+        served.submit(first.job)
     both.set()
     for late, entry in zip(tickets, requests, strict=True):
         outcome = late.outcome()
@@ -91,7 +91,7 @@ def test_an_unconditional_row_exists_only_while_guidance_is_active(sampler: Mamm
     stats: list[StepStats] = []
     served = engine(sampler, on_step=stats.append)
     only = ticket(sampler, mammoth_request(num_inference_steps=10, cfg_range=[0.3, 0.7]), answer(3, 4))
-    served.submit(only.job, TIMEOUT)
+    served.submit(only.job)
     only.latents()
     served.close(TIMEOUT)
     assert [step.rows for step in stats] == [1, 1, 1, 2, 2, 2, 2, 2, 1, 1]  # both ends included
@@ -163,7 +163,7 @@ def test_a_request_that_ends_in_nan_fails_alone(sampler: MammothModa2Sampler) ->
     everybody = threading.Event()
     served = engine(Hooked(sampler, begin=lambda *_: everybody.wait(TIMEOUT)))
     for one in (bad, good):
-        served.submit(one.job, TIMEOUT)
+        served.submit(one.job)
     everybody.set()
     assert isinstance(bad.outcome(), GenerationFailed)
     alone = denoise(sampler, (mammoth_request(seed=2), answer(4, 5)))[0]
@@ -179,7 +179,7 @@ def test_a_forward_that_raises_kills_only_the_guilty(sampler: MammothModa2Sample
     served = engine(Hooked(sampler, step=explode))
     tickets = [ticket(sampler, mammoth_request(seed=seed), answer(seed, 5)) for seed in (2, 4, 5)]
     for one in tickets:
-        served.submit(one.job, TIMEOUT)
+        served.submit(one.job)
     outcomes = [one.outcome() for one in tickets]
     served.close(TIMEOUT)
     assert [type(outcome) for outcome in outcomes] == [Result, GenerationFailed, Result]
@@ -225,7 +225,7 @@ def test_the_warm_up_request_passes_every_check(sampler: MammothModa2Sampler) ->
     request, given = sampler.example(16)
     served = engine(sampler)
     example = Ticket(request, conditioning=given)
-    served.submit(example.job, TIMEOUT)
+    served.submit(example.job)
     assert example.latents().isfinite().all()
     served.close(TIMEOUT)
     (row,) = sampler.rows(request, given)
@@ -268,9 +268,9 @@ def test_conditions_that_do_not_fit_are_refused_before_they_meet_anybody(
 ) -> None:
     served = engine(sampler)
     good = ticket(sampler, mammoth_request(), answer(4, 5))
-    served.submit(good.job, TIMEOUT)
+    served.submit(good.job)
     with pytest.raises(InvalidRequest, match=message):
-        served.submit(Ticket(mammoth_request(), conditioning=Conditioning(states, text_tokens)).job, TIMEOUT)
+        served.submit(Ticket(mammoth_request(), conditioning=Conditioning(states, text_tokens)).job)
     assert isinstance(good.outcome(), Result)
     served.close(TIMEOUT)
 

@@ -59,6 +59,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("OUTPUT_FORMAT", "gif", "must be one of png, jpeg, webp, raw"),
     ("RESPONSE_FORMAT", "url", "must be one of bytes, b64_json"),
     ("DEADLINE_MS", 0, "must be between 1 and 2147483647"),
+    ("PRIORITY", 4, "must be between 1 and 3"),
     ("GUIDANCE_SCALE", 4.0, "unknown field"),
 ]
 

@@ -132,7 +132,7 @@ def interrupt(sampler: ParallelSampler, blow: Callable[[list[int]], None]) -> fl
     pids = sampler.pids
     tickets = [Ticket(ENDLESS), Ticket(request(seed=10, width=96, num_inference_steps=200))]
     for ticket in tickets:
-        served.submit(ticket.job, 5)
+        served.submit(ticket.job)
     wait_until(lambda: served.active_requests == 2)
     time.sleep(0.2)
     begun = time.monotonic()
@@ -144,11 +144,11 @@ def interrupt(sampler: ParallelSampler, blow: Callable[[list[int]], None]) -> fl
     seconds = time.monotonic() - begun
     assert not served.healthy
     with pytest.raises(Unavailable, match="workers were lost"):
-        served.submit(Ticket(MIX[0]).job, 5)
+        served.submit(Ticket(MIX[0]).job)
     assert gone(pids, 5), "the group is killed as a whole"
     wait_until(lambda: served.healthy)
     later = Ticket(MIX[0])
-    served.submit(later.job, 5)
+    served.submit(later.job)
     assert isinstance(later.outcome(), Result)
     assert all(len(ticket.outcomes) == 1 for ticket in tickets)
     served.close(10)
@@ -197,16 +197,16 @@ def test_refusing_for_good(tiny_checkpoint: Path) -> None:
     sampler = parallel_sampler(tiny_checkpoint, timeout_s=3, restart=False, parallel="rows")
     served = engine(sampler)
     first = Ticket(MIX[0])
-    served.submit(first.job, 5)
+    served.submit(first.job)
     assert isinstance(first.outcome(), Result)
     pids = sampler.pids
     os.kill(pids[0], signal.SIGSTOP)
     wait_until(lambda: not served.healthy, 8)
     with pytest.raises(Unavailable, match=r"nothing heard of rank 0 \(cpu\) for 3 s"):
-        served.submit(Ticket(MIX[0]).job, 5)
+        served.submit(Ticket(MIX[0]).job)
     wait_until(lambda: sampler.pids == [])
     with pytest.raises(Unavailable, match="has to be loaded again"):
-        served.submit(Ticket(MIX[0]).job, 5)
+        served.submit(Ticket(MIX[0]).job)
     served.close(10)
     assert gone(pids, 5)
 

@@ -14,7 +14,15 @@ import re
 import sys
 import time
 
-_PICTURE = {"PROMPT": "probe", "WIDTH": 64, "HEIGHT": 64, "NUM_INFERENCE_STEPS": 1, "TRUE_CFG_SCALE": 1, "SEED": 0}
+_PICTURE = {
+    "PROMPT": "probe",
+    "WIDTH": 64,
+    "HEIGHT": 64,
+    "NUM_INFERENCE_STEPS": 1,
+    "TRUE_CFG_SCALE": 1,
+    "SEED": 0,
+    "PRIORITY": 1,  # a long queue is no illness
+}
 _LOAD = ("ditpack_active_requests", "ditpack_waiting_requests", "nv_inference_pending_request_count")
 
 

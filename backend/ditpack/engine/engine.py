@@ -1,7 +1,8 @@
 """The engine: one thread, three verbs. Requests join, pause and leave between steps.
 
-``schedule`` drops what was cancelled and chooses who takes the next step, ``run`` takes it in one packed forward,
-``postprocess`` hands finished requests to the delivery thread. Nothing else touches the sampler or the requests.
+``schedule`` drops who was cancelled or has waited too long and chooses who takes the next step, ``run`` takes it in one
+packed forward, ``postprocess`` hands finished requests to the delivery thread. Nothing else touches the sampler or the
+requests.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ditpack.sampling.sampler import Pack, Sampler
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0  # how long an idle engine sleeps before it looks around again; arrivals wake it at once
+_ASKED_A_STEP = 8  # how many of those that wait are asked whether their client has gone; 0.1 ms each
 _REMEMBERED_CANCELS = 1024  # ids that were cancelled before they came
 _QUIET_S = 0.5  # what is accepted but not here yet, in the text encoder or Triton's queue, comes within this
 _CLOSING = "the server is shutting down"
@@ -37,7 +39,7 @@ class Engine:
     Args:
         sampler: what begins, packs, steps and finishes the requests of one model.
         token_budget: the most tokens a forward may carry; a larger request runs alone.
-        waiting_room: how many jobs may wait for a turn; ``submit`` blocks while it is full.
+        max_queue_size: how many jobs may wait because the next step has no room for them; more are refused.
         on_step: called after every step on the delivery thread, for metrics.
     """
 
@@ -46,19 +48,20 @@ class Engine:
         sampler: Sampler[Any, Any],
         *,
         token_budget: int,
-        waiting_room: int,
+        max_queue_size: int,
         on_step: Callable[[StepStats], None] | None = None,
     ) -> None:
-        if waiting_room < 1:
-            raise ValueError(f"waiting_room = {waiting_room}: must be at least 1")
+        if max_queue_size < 0:
+            raise ValueError(f"max_queue_size = {max_queue_size}: must not be negative")
         self._sampler = sampler
         self._batcher = VarlenSequenceBatcher(token_budget)
-        self._waiting_room = waiting_room
+        self._max_queue_size = max_queue_size
         self._on_step = on_step
         self._delivery = DeliveryThread()
         self._changed = threading.Condition()  # guards the next six; notified at every arrival, step and departure
         self._flights: list[Flight] = []  # everybody, oldest first
         self._active: list[Flight] = []  # those of them that take the current step
+        self._asked_last = 0  # where in the queue the last round of questions about cancels ended
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # ids to refuse when they come, oldest first
         self._closing_ns: int | None = None  # monotonic; what was accepted later is refused
         self._refusal: str | None = None  # why no new job is taken; set once, by close or by death
@@ -93,35 +96,32 @@ class Engine:
         """How many requests wait for their turn, begun or not."""
         return len(self._flights) - len(self._active)
 
-    def submit(self, job: Job, timeout: float) -> None:
-        """Put ``job`` into the waiting room, waiting up to ``timeout`` seconds while it is full.
+    def submit(self, job: Job) -> None:
+        """Take ``job``, or refuse it at once: nobody waits here.
 
         Raises:
             InvalidRequest: the conditioning does not fit the model.
-            Cancelled: it was cancelled by its id, or its deadline passed, before there was room.
-            Unavailable: the room stayed full, or the engine is stopping or dead.
+            Cancelled: it was cancelled by its id, or its deadline passed, before it came.
+            Unavailable: the queue is full, or the engine is stopping or dead.
         """
         tokens = sum(row.tokens for row in self._sampler.rows(job.request, job.conditioning))
         flight = Flight(job, tokens)
-        until = time.monotonic() + timeout
         with self._changed:
-            while True:
-                if self._refusal is not None:
-                    raise Unavailable(self._refusal)
-                if self._closing_ns is not None and job.request.accepted_ns > self._closing_ns:
-                    raise Unavailable(_CLOSING)
-                if job.request_id in self._cancelled:
-                    del self._cancelled[job.request_id]
-                    raise flight.cancelled_by_id()
-                if stop := flight.passed_deadline():
-                    raise stop
-                if self.waiting_requests < self._waiting_room:
-                    break
-                left = until - time.monotonic()
-                if left <= 0:
-                    waiting = self.waiting_requests
-                    raise Unavailable(f"full: {waiting} requests still wait after {timeout:g} s; try again later")
-                self._changed.wait(min(left, _IDLE_WAIT_S))
+            if self._refusal is not None:
+                raise Unavailable(self._refusal)
+            if self._closing_ns is not None and job.request.accepted_ns > self._closing_ns:
+                raise Unavailable(_CLOSING)
+            if job.request_id in self._cancelled:
+                del self._cancelled[job.request_id]
+                raise flight.cancelled_by_id()
+            if stop := flight.passed_deadline():
+                raise stop
+            fits = sum(other.tokens for other in self._flights) + tokens <= self._batcher.token_budget
+            waiting = self.waiting_requests
+            if self._flights and not fits and waiting >= self._max_queue_size:
+                raise Unavailable(
+                    f"full: {waiting} requests wait, max_queue_size is {self._max_queue_size}; try again later"
+                )
             self._flights.append(flight)
             self._changed.notify_all()
 
@@ -167,7 +167,7 @@ class Engine:
                 if flight is not None:
                     arrived = True
                     flight.preview_every = preview_every
-                    waiting = [other for other in self._flights if other.member is None]
+                    waiting = sorted((f for f in self._flights if f.member is None), key=lambda f: f.priority)
                     progress = flight.progress(waiting.index(flight) + 1 if flight in waiting else 0)
                 if progress is None or progress == last:
                     self._changed.wait(_IDLE_WAIT_S)
@@ -229,11 +229,13 @@ class Engine:
 
     def _schedule(self) -> bool:
         """Drop the cancelled and choose who takes the next step; sleep while there is nobody. False: end."""
+        left = self._left_by_clients()
         with self._changed:
             while True:
                 if self._abandon:
                     return False
-                stopped = [(flight, stop) for flight in self._flights if (stop := flight.stop_reason())]
+                stops = {flight: flight.stop_reason() or left.get(flight) for flight in self._flights}
+                stopped = [(flight, stop) for flight, stop in stops.items() if stop]
                 for flight, _ in stopped:
                     self._flights.remove(flight)
                 chosen = self._batcher.select(self._flights)
@@ -251,6 +253,19 @@ class Engine:
             if flight.member is None:
                 self._begin(flight)
         return True
+
+    def _left_by_clients(self) -> dict[Flight, DitpackError]:
+        """Those whose client has gone: all that take part in the steps, and some that wait, so that a long queue does
+        not slow the steps down. Asked without the lock: arrivals need not wait for the answers.
+        """
+        with self._changed:
+            active = set(self._active)
+            asked = list(active)
+            waiting = [flight for flight in self._flights if flight not in active]
+        first = self._asked_last if self._asked_last < len(waiting) else 0
+        self._asked_last = first + _ASKED_A_STEP
+        asked += waiting[first : self._asked_last]
+        return {flight: stop for flight in asked if (stop := flight.left_by_client())}
 
     def _begin(self, flight: Flight) -> None:
         try:

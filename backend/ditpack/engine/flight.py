@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ditpack.engine.job import Job, Progress
-from ditpack.errors import Cancelled, DeadlinePassed, DitpackError, GenerationFailed
+from ditpack.errors import Cancelled, DeadlinePassed, DitpackError, GenerationFailed, Unavailable
 from ditpack.sampling.sampler import Member, Sampler
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A job inside the engine, from the waiting room to its answer."""
+    """A job inside the engine, from its arrival to its answer."""
 
     job: Job
     first_tokens: int
@@ -38,6 +38,10 @@ class Flight:
     @property
     def steps(self) -> int:
         return self.job.request.num_inference_steps
+
+    @property
+    def priority(self) -> int:
+        return self.job.request.priority
 
     @property
     def steps_left(self) -> int:
@@ -63,11 +67,18 @@ class Flight:
             logger.warning("request %s: no previews", self.job.request_id, exc_info=error)
 
     def stop_reason(self) -> DitpackError | None:
-        """Why it should not go on, or None. Asked by the engine's thread alone."""
+        """Why it should not go on, as far as is known here, or None."""
         if passed := self.passed_deadline():
             return passed
         if self.cancelled:
             return self.cancelled_by_id()
+        waited = time.monotonic() - self.job.arrived
+        if self.member is None and waited > self.job.timeout_s:
+            return Unavailable(f"timeout: no step taken in {waited:.1f} s, {self.job.timeout_s:g} s are allowed")
+        return None
+
+    def left_by_client(self) -> DitpackError | None:
+        """``Cancelled`` if the client has gone. A question to Triton, about 0.1 ms; the engine's thread alone asks."""
         try:
             cancelled = self.job.is_cancelled()
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ class Result:
 class Job:
     """A resolved request and how to answer it.
 
-    ``deliver`` is called exactly once, always on the engine's delivery thread. ``is_cancelled`` is asked once a step.
+    ``deliver`` is called exactly once, always on the engine's delivery thread. ``is_cancelled`` is asked once a step,
+    and now and then while it waits. ``timeout_s``: the longest wait for its first step.
     """
 
     request: Request
@@ -33,6 +35,7 @@ class Job:
     conditioning: Any  # what the sampler's ``conditioning`` returned
     deliver: Callable[[Result | DitpackError], None]
     is_cancelled: Callable[[], bool] = lambda: False
+    timeout_s: float = math.inf
     arrived: float = field(default_factory=time.monotonic)  # when its wait began
 
 
@@ -40,9 +43,9 @@ class Job:
 class Progress:
     """Where a request stands.
 
-    ``position`` counts those that have not begun, from 1, in order of arrival; 0 once it has begun. ``seconds``: since
-    then. ``preview``: the step after which the latest was made, and a function that waits for it: the latents that the
-    model expects to end with, as in ``Result``.
+    ``position`` counts those that have not begun, from 1, by priority and arrival; 0 once it has begun. ``seconds``:
+    since then. ``preview``: the step after which the latest was made, and a function that waits for it: the latents
+    that the model expects to end with, as in ``Result``.
     """
 
     step: int

@@ -21,6 +21,10 @@ class Schedulable(Protocol):
     def steps_left(self) -> int:
         """Steps it has still to take."""
 
+    @property
+    def priority(self) -> int:
+        """1 goes before 2."""
+
     skipped: int  # steps that went by without it; the batcher counts
 
 
@@ -28,14 +32,14 @@ RequestT = TypeVar("RequestT", bound=Schedulable)
 
 
 class VarlenSequenceBatcher:
-    """Chooses the requests of each step anew: least remaining work first, within ``token_budget`` tokens.
+    """Chooses the requests of each step anew: by priority, least remaining work first, within ``token_budget`` tokens.
 
     Past the budget a forward only gets slower, not more efficient, so finishing short requests first lowers the mean
     latency and costs no throughput; a request's state is small and stays on the device, so pausing one is free.
 
     Nobody starves: a request that was skipped for ``patience`` times its own number of steps goes before all that were
-    not, oldest first. That bounds the tail; but a small patience turns saturation into first come, first served: with
-    4 the mean latency of a saturated mix was that of first come, with 16 it was 0.8 of it.
+    not, whatever their priority, oldest first. That bounds the tail; but a small patience turns saturation into first
+    come, first served: with 4 the mean latency of a saturated mix was that of first come, with 16 it was 0.8 of it.
 
     What does not fit is passed over, and smaller requests fill the gap. A request larger than the whole budget runs
     alone.
@@ -59,7 +63,7 @@ class VarlenSequenceBatcher:
             request = requests[place]
             if request.skipped >= self.patience * request.steps:
                 return 0, 0, place
-            return 1, request.tokens * request.steps_left, place
+            return request.priority, request.tokens * request.steps_left, place
 
         chosen: set[int] = set()
         tokens = 0

@@ -40,7 +40,7 @@ class DitDoor:
         channel: EngineChannel | None,
         resolve: Callable[[bytes], Request],
         conditioning: Callable[[Any, Callable[[str], torch.Tensor]], Any],
-        admission_timeout_s: float,
+        queue_timeout_s: float,
         outputs: Outputs,
         outcomes: Outcomes,
         metrics: EngineMetrics,
@@ -49,7 +49,7 @@ class DitDoor:
         self._channel = channel
         self._resolve = resolve
         self._conditioning = conditioning
-        self._admission_timeout_s = admission_timeout_s
+        self._queue_timeout_s = queue_timeout_s
         self._outputs = outputs
         self._outcomes = outcomes
         self._metrics = metrics
@@ -82,7 +82,9 @@ class DitDoor:
         except BaseException:
             sampler.close()
             raise
-        engine = Engine(sampler, token_budget=token_budget, waiting_room=settings.waiting_room, on_step=metrics.step)
+        engine = Engine(
+            sampler, token_budget=token_budget, max_queue_size=settings.max_queue_size, on_step=metrics.step
+        )
         previews = PreviewMaker(checkpoint)
         threading.Thread(target=previews.warm_up, name="ditpack-previews", daemon=True).start()
         outputs = Outputs(instance.config)
@@ -91,26 +93,24 @@ class DitDoor:
             EngineChannel(engine, run_directory(), instance.name, previews),
             partial(resolve_json, limits=limits, resolver=FAMILIES[checkpoint.family].resolver),
             sampler.conditioning,
-            settings.admission_timeout_s,
+            settings.queue_timeout_s,
             outputs,
             Outcomes(instance.model),
             metrics,
         )
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
-        """Admit the requests to the engine, one after the other; what is wrong with one is that one's answer.
+        """Hand the requests to the engine, one after the other; what is wrong with one is that one's answer.
 
-        Blocks while the engine's waiting room is full, at most ``admission_timeout_s``, so that the excess queues in
-        Triton, where priorities, time-outs and the pending-requests metric apply. Whoever is handed over is out of that
-        order, so config.pbtxt has Triton hand over one request at a time.
+        Never blocks: the queue is the engine's. It knows what each request costs, looks at it at every step and says
+        how many wait; Triton's own would hand bursts over in pieces, 500 ms apart (docs/tuning.md).
         """
         arrived_ns = time.monotonic_ns()
-        admission_ends = time.monotonic() + self._admission_timeout_s
         for request in requests:
             responder = Responder(request, self._outcomes)
             try:
                 job = self._job(request, responder, arrived_ns)
-                self._engine.submit(job, max(0.0, admission_ends - time.monotonic()))
+                self._engine.submit(job)
             except Exception as error:  # whatever it was, it is this request's answer
                 responder.fail(error)
 
@@ -152,6 +152,7 @@ class DitDoor:
             deliver=deliver,
             # Asked by the engine's thread alone: tritonserver 2.51 crashed now and then when two threads asked at once.
             is_cancelled=responder.is_cancelled,
+            timeout_s=min(self._queue_timeout_s, request.timeout() / 1e6 or self._queue_timeout_s),
             arrived=arrived_ns / 1e9,
         )
 

@@ -52,7 +52,7 @@ _PREFIX = re.compile(r"^(in ensemble '[^']*', ?)+")
 _WORDS = {
     "CANCELLED": re.compile(r"^cancelled by |^DEADLINE_MS = \d+: the deadline passed"),
     "UNAVAILABLE": re.compile(
-        r"^full: |stayed full|shutting down|engine stopped|workers were lost"  # ours
+        r"^full: |^timeout: |shutting down|engine stopped|workers were lost"  # ours
         r"|maximum queue size|timeout expired|is not ready"  # Triton's
     ),
     "INVALID_ARG": re.compile(r"^[A-Z_]+ = "),

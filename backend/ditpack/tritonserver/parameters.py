@@ -124,8 +124,8 @@ class DitSettings:
     quantization: str = _choice("none", "fp8")
     max_pixels: int = _number(int, 2048 * 2048, 64 * 64, _MOST_PIXELS)
     token_budget: int | None = _number(int, None, 64, 2**22, auto=True)  # None: measured
-    waiting_room: int = _number(int, 4, 1, 4096)  # requests
-    admission_timeout_s: float = _number(float, 300.0, 0.1, 86400.0)
+    max_queue_size: int = _number(int, 256, 0, 65536)  # requests
+    queue_timeout_s: float = _number(float, 300.0, 0.1, 86400.0)
     devices: tuple[str, ...] = _devices()  # torch's names; empty: the instance's own
     parallel: str = _choice("tokens", "rows")
     sp_padding: str = _choice("segment", "masked", "unmasked")

@@ -129,9 +129,14 @@ def _batching(model: Model) -> Iterator[Finding]:
     if config.max_batch_size < 0:
         message = f"max_batch_size is {config.max_batch_size}"
         yield model.finding(where.at("max_batch_size"), "batching", message, "0 means no batch dimension.")
-    if not config.HasField("dynamic_batching"):
-        return
-    batching, node = config.dynamic_batching, where.at("dynamic_batching")
+    if config.HasField("dynamic_batching"):
+        faults = [*_dynamic_batching(model), *_timeouts(model)]
+        yield from faults or _hand_over(model)
+
+
+def _dynamic_batching(model: Model) -> Iterator[Finding]:
+    config = model.config
+    batching, node = config.dynamic_batching, model.where.at("dynamic_batching")
     for index, size in enumerate(batching.preferred_batch_size):
         if not 0 < size <= config.max_batch_size:
             message = f"preferred_batch_size {size} is not in 1 … max_batch_size, which is {config.max_batch_size}"
@@ -150,7 +155,23 @@ def _batching(model: Model) -> Iterator[Finding]:
     if batching.preserve_ordering and levels > 1:
         message = "preserve_ordering allows one priority level only"
         yield model.finding(node.at("preserve_ordering"), "priority", message, "Delete one of the two.")
-    yield from _timeouts(model)
+
+
+def _hand_over(model: Model) -> Iterator[Finding]:
+    """Triton's DynamicBatchScheduler prefetches only without these; see docs/tuning.md for the figures."""
+    batching, node = model.config.dynamic_batching, model.where.at("dynamic_batching")
+    given = [
+        name
+        for name, present in (
+            ("priority_levels", batching.priority_levels),
+            ("default_queue_policy", batching.HasField("default_queue_policy")),
+        )
+        if present
+    ]
+    if given:
+        message = f"{given[0]} makes Triton look for a free instance when a request comes, else every 500 ms"
+        fix = "Delete it, so that bursts are handed over at once. dit's own queue has max_queue_size and PRIORITY."
+        yield model.finding(node.at(given[0]), "queue-policy", message, fix, "warning")
 
 
 def _timeouts(model: Model) -> Iterator[Finding]:
