@@ -23,8 +23,9 @@ def meta() -> dict[str, Any]:
     """Hardware, versions, commit, date and command of this run."""
     cuda = torch.cuda.is_available()
     packages = ("torch", "diffusers", "transformers", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
+    processor = f"{platform.processor() or platform.machine()} x{torch.get_num_threads()}"
     return {
-        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.processor()} x{torch.get_num_threads()}",
+        "hardware": torch.cuda.get_device_name() if cuda else processor,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | _versions(packages),
         "commit": os.environ.get("DITPACK_COMMIT") or _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
