@@ -178,6 +178,21 @@ def test_many_watchers_do_not_keep_others_from_asking(
         assert channel.status(tmp_path)[0]["healthy"]
 
 
+def test_one_that_replaces_another_is_not_taken_away_with_it(
+    sampler: QwenImageSampler, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Triton loads a model again before it ends the old one; both have the same name."""
+    old_engine, new_engine = engine(sampler), engine(tiny_sampler(tiny_checkpoint))
+    old = EngineChannel(old_engine, tmp_path, "dit_0_0", lambda latents: "picture")
+    new = EngineChannel(new_engine, tmp_path, "dit_0_0", lambda latents: "picture")
+    old_engine.close(TIMEOUT)
+    old.close()
+    assert [(each["name"], each["healthy"]) for each in channel.status(tmp_path)] == [("dit_0_0", True)]
+    new_engine.close(TIMEOUT)
+    new.close()
+    assert not new.path.exists()
+
+
 def test_two_engines_in_one_directory(sampler: QwenImageSampler, tiny_checkpoint: Path, tmp_path: Path) -> None:
     second = tiny_sampler(tiny_checkpoint)  # a sampler is one engine's
     with listening(sampler, tmp_path, "dit_0_0") as one, listening(second, tmp_path, "dit_0_1") as two:

@@ -62,7 +62,7 @@ class EngineChannel:
         if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
             raise PermissionError(f"{directory} must belong to this user, and nobody else may write there")
         self.path = directory / f"{name}.sock"
-        self.path.unlink(missing_ok=True)  # of one that was killed
+        self.path.unlink(missing_ok=True)  # of one that was killed, or that this one replaces
         slots = threading.BoundedSemaphore(_WATCHERS)
 
         class Handler(socketserver.StreamRequestHandler):
@@ -104,6 +104,7 @@ class EngineChannel:
 
         with _address(self.path) as address:
             self._server = _Server(address, Handler)
+        self._file = self.path.stat().st_ino
         self._thread = threading.Thread(target=self._server.serve_forever, name="ditpack-channel", daemon=True)
         self._thread.start()
 
@@ -111,8 +112,10 @@ class EngineChannel:
         """Stop listening. Watchers end with their requests."""
         self._server.shutdown()
         self._server.server_close()
-        self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
+            # A model that is loaded again listens under the same name before the old one has ended.
+            if self.path.stat().st_ino == self._file:
+                self.path.unlink()
             self.path.parent.rmdir()  # the last one takes it away
 
 
