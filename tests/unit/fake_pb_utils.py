@@ -150,13 +150,14 @@ class InferenceRequest:
         *,
         model_name: str = "",
         decoupled: bool = False,
+        timeout: int = 0,
     ) -> None:
         self._inputs, self._requested, self._id = inputs, requested_output_names, request_id
         self._model_name = model_name
         self._sender: ResponseSender | DecoupledSender | None = None
         self._decoupled = decoupled
         self.cancelled = False
-        self.timeout_us = 0
+        self.timeout_us = timeout
         self.send_failures: list[Exception] = []  # what the next sends raise
         self.answers: list[InferenceResponse] = []
         self.answered = threading.Event()

@@ -112,8 +112,11 @@ def test_the_story_of_an_image(ensemble: Ensemble) -> None:
 
 def test_the_ensemble_gets_the_request_but_not_what_is_the_streams(ensemble: Ensemble) -> None:
     model = FakeModel("qwen_image_stream")
-    model.stream(new_request(model, "0123456789abcdef", PREVIEW_EVERY=5, RESPONSE_FORMAT=b"b64_json"))
+    request = new_request(model, "0123456789abcdef", PREVIEW_EVERY=5, RESPONSE_FORMAT=b"b64_json")
+    request.timeout_us = 1_500_000
+    model.stream(request)
     (seen,) = ensemble.seen
+    assert seen.timeout() == 1_500_000
     assert seen.request_id() == "0123456789abcdef"
     assert {tensor.name() for tensor in seen.inputs()} == {"PROMPT", "NUM_INFERENCE_STEPS", "RESPONSE_FORMAT"}
     assert seen.requested_output_names() == ["IMAGE", "SEED_USED", "INFO"]

@@ -93,7 +93,11 @@ class StreamDoor:
         ]
         outputs = ["IMAGE", "SEED_USED", "INFO"]
         answer = await pb_utils.InferenceRequest(
-            model_name=self._ensemble, request_id=request_id, requested_output_names=outputs, inputs=inputs
+            model_name=self._ensemble,
+            request_id=request_id,
+            requested_output_names=outputs,
+            inputs=inputs,
+            timeout=request.timeout(),
         ).async_exec()
         if answer.has_error():
             error = error_of(answer.error())  # logged and counted where it arose
