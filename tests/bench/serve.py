@@ -66,7 +66,7 @@ class Flight:
 
     def __init__(self, arrival: Arrival, member: Denoising) -> None:
         self.arrival, self.member = arrival, member
-        self.skipped = 0
+        self.skipped, self.priority = 0, 2
 
     @property
     def tokens(self) -> int:
