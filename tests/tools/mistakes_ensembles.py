@@ -198,6 +198,27 @@ DITPACK = [
         Says("parameter", '"fp16"', "bfloat16"),
         "must be one of",
     ),
+    Mistake(
+        "several devices of one GPU",
+        "dit",
+        swap('key: "devices" value { string_value: "none" }', 'key: "devices" value { string_value: "cpu,cpu" }'),
+        Says("instance-kind", "kind: KIND_AUTO", "Use KIND_MODEL"),
+        "must be KIND_MODEL",
+    ),
+    Mistake(
+        "no devices",
+        "dit",
+        swap("kind: KIND_AUTO", "kind: KIND_MODEL"),
+        Says("instance-kind", "kind: KIND_MODEL", "devices"),
+        "must name the devices",
+    ),
+    Mistake(
+        "a model of one device",
+        "vae_decoder",
+        swap("kind: KIND_AUTO", "kind: KIND_MODEL"),
+        Says("instance-kind", "kind: KIND_MODEL", "Use KIND_AUTO."),
+        "must be KIND_AUTO, KIND_GPU or KIND_CPU",
+    ),
 ]
 MACHINE = [
     Mistake(

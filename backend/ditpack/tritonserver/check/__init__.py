@@ -7,6 +7,7 @@ from pathlib import Path
 from ditpack.tritonserver.check.ditpack_rules import (
     check_agreement,
     check_families,
+    check_kinds,
     check_parameters,
     open_checkpoints,
     read_settings,
@@ -40,6 +41,7 @@ def check_repository(
         if read is not None:
             settings[name] = read
             findings += check_parameters(read)
+            findings += check_kinds(read)
     for ensemble in repository.ensembles:
         findings += check_ensemble(repository, ensemble)
     findings += check_agreement(repository, settings)

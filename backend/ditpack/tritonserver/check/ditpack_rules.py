@@ -62,6 +62,26 @@ def check_parameters(settings: Settings) -> Iterator[Finding]:
             yield settings.model.finding(node.at("value", "string_value"), "parameter", message, fix)
 
 
+def check_kinds(settings: Settings) -> Iterator[Finding]:
+    """KIND_MODEL and dit's parameter ``devices`` go together, and other models have neither."""
+    from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
+
+    several = settings.values.get("devices")
+    for index, group in enumerate(settings.model.config.instance_group):
+        kind = ModelInstanceGroup.Kind.Name(group.kind)
+        node = settings.model.where.at("instance_group", index)
+        if kind == "KIND_MODEL" and not several:
+            message = f"{settings.model.name} is of KIND_MODEL and names no devices"
+            fix = "Use KIND_AUTO"
+            fix += ", or name two or more in the parameter devices." if several is not None else "."
+            yield settings.model.finding(node.at("kind"), "instance-kind", message, fix)
+        elif kind != "KIND_MODEL" and several:
+            message = f"the parameter devices is set, and the instance is of {kind}"
+            yield settings.model.finding(
+                node.at("kind"), "instance-kind", message, "Use KIND_MODEL, or set devices to none."
+            )
+
+
 def steps_of(ensemble: Model, settings: Mapping[str, Settings]) -> list[Settings]:
     """The settings of an ensemble's ditpack models, each once, in the order of its steps."""
     names = dict.fromkeys(step.model_name for step in ensemble.config.ensemble_scheduling.step)
