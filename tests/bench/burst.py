@@ -5,7 +5,7 @@ instance when a request comes, and else every 500 ms. Three servers side by side
 
     shipped     no policy in any model
     limits      max_queue_size in prepare, text_encoder, dit and vae_decoder
-    one-a-call  the same, and priorities and max_batch_size 1 in dit
+    priorities  the same, and priority_levels in dit
 
 Needs the server extra; no GPU.
 
@@ -58,8 +58,8 @@ def policy(model: str, words: str) -> tuple[str, str]:
 
 def variants() -> dict[str, dict[str, list[tuple[str, str]]]]:
     limits = {model: [policy(model, LIMIT)] for model in MODELS}
-    one = limits | {"dit": [policy("dit", f"{PRIORITIES} {LIMIT}"), ("max_batch_size: 64", "max_batch_size: 1")]}
-    return {"shipped": {}, "limits": limits, "one-a-call": one}
+    priorities = limits | {"dit": [policy("dit", f"{PRIORITIES} {LIMIT}")]}
+    return {"shipped": {}, "limits": limits, "priorities": priorities}
 
 
 def burst(client: Client) -> dict[str, Any]:

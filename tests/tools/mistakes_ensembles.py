@@ -140,9 +140,9 @@ ENSEMBLES = [
     Mistake(
         "batch larger than a step's",
         ENSEMBLE,
-        swap("max_batch_size: 0", "max_batch_size: 9"),
-        Says("batch-size", "max_batch_size: 9", "Lower it to 8"),
-        "allows maximum batch size 9",
+        swap("max_batch_size: 0", "max_batch_size: 4"),
+        Says("batch-size", "max_batch_size: 4", "Lower it to 1"),
+        "allows maximum batch size 4",
     ),
     Mistake(
         "map key twice",

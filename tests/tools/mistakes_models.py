@@ -47,14 +47,14 @@ SYNTAX = [
     Mistake(
         "missing colon",
         "dit",
-        swap("max_batch_size: 64", "max_batch_size 64"),
-        Says("syntax", "max_batch_size 64", "name: value"),
+        swap("max_batch_size: 1", "max_batch_size 1"),
+        Says("syntax", "max_batch_size 1", "name: value"),
         'Expected ":"',
     ),
     Mistake(
         "no number",
         "dit",
-        swap("max_batch_size: 64", "max_batch_size: many"),
+        swap("max_batch_size: 1", "max_batch_size: many"),
         Says("syntax", "max_batch_size: many", "whole number"),
         "Expected integer",
     ),
@@ -82,7 +82,7 @@ SYNTAX = [
     Mistake(
         "field twice",
         "dit",
-        swap("max_batch_size: 64", "max_batch_size: 64\nmax_batch_size: 32"),
+        swap("max_batch_size: 1", "max_batch_size: 1\nmax_batch_size: 32"),
         Says("field-twice", "max_batch_size: 32", "Delete one"),
         "specified multiple times",
     ),
