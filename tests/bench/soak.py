@@ -323,7 +323,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory) / "checkpoint"
         write_tiny_checkpoint(checkpoint)
-        # Room for about five of these requests in a step: the others wait, most of them in Triton's queue.
+        # Room for about five of these requests in a step: the others wait.
         repository = edited_repository(Path(directory) / "models", {"dit": [parameter("token_budget", str(BUDGET))]})
         with serving(checkpoint, Path(directory) / "log", repository) as server:
             before = outcomes(server)

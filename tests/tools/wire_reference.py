@@ -54,6 +54,9 @@ One Triton request makes one image. The models below have no batch dimension: se
 Triton batches by itself. Over HTTP that is `/v2/models/MODEL/infer` or `/generate` (JSON: ask for `RESPONSE_FORMAT`
 `b64_json`), over gRPC `ModelInfer`. The numbers in brackets are defaults that `config.pbtxt` may change.
 
+Of Triton's request parameters `timeout` counts: the most microseconds that a request may wait for its first step
+(`queue_timeout_s` is the longest). `priority` does not: there is the input `PRIORITY`.
+
 Errors say what to do. `INVALID_ARG` is bad input: the field, its value, what is allowed. `UNAVAILABLE` means full or
 stopping: retry later. `CANCELLED` means that the deadline passed, the client went away, or `control` was asked to.
 Everything else is `INTERNAL`. gRPC has these as status codes. Over HTTP `/infer` answers 400, or 503 for `UNAVAILABLE`,
