@@ -30,6 +30,7 @@ ALL_SETTINGS = {
     "seed": 2**63 - 1,
     "output_format": "png",
     "deadline_ms": 9000,
+    "priority": 1,
 }
 
 
@@ -92,6 +93,7 @@ def test_every_setting_arrives_with_its_type_and_the_shape_one(url: str, painter
             "SEED": ("INT64", (1,), 2**63 - 1),
             "OUTPUT_FORMAT": ("BYTES", (1,), b"png"),
             "DEADLINE_MS": ("INT32", (1,), 9000),
+            "PRIORITY": ("INT32", (1,), 1),
         }
     ]
 

@@ -43,13 +43,16 @@ def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
 
 
 def test_generate_streams_and_edit_does_not(url: str, painter: Painter) -> None:
-    result = run(generate, "a kite", "a boat", "--server", url, "-o", "{prompt}.png", "--deadline", "1.5")
+    result = run(
+        generate, "a kite", "a boat", "--server", url, "-o", "{prompt}.png", "--deadline", "1.5", "--priority", "1"
+    )
     assert result.exit_code == 0, result.output
     assert run(edit, "photo.jpg", "make it snow", "--server", url, "--deadline", "0.0001").exit_code == 2
     result = run(edit, "photo.jpg", "make it snow", "--server", url, "-o", "snow.png", "--deadline", "0.0015")
     assert result.exit_code == 0, result.output
     assert painter.models == ["qwen_image_stream"] * 2 + ["qwen_image_edit"]
     assert [request["DEADLINE_MS"][2] for request in painter.requests] == [1500, 1500, 2]
+    assert [request["PRIORITY"][2] for request in painter.requests if "PRIORITY" in request] == [1, 1]
     assert all("PREVIEW_EVERY" not in request for request in painter.requests)
     assert {path.name for path in Path().iterdir()} == {"a-kite.png", "a-boat.png", "snow.png", "photo.jpg"}
 
