@@ -50,7 +50,8 @@ class Painter:
     def __init__(self, streams: bool = False) -> None:
         self.served = STREAM_MODELS if streams else MODELS
         self.elsewhere = False  # requests have not reached the engine that control asks
-        self.control_s = 0.0  # how long an answer of control takes
+        self.answering = threading.Event()  # control does not answer while it is not set
+        self.answering.set()
         self.refusals = 0  # how many of the next requests find the server full
         self.ids: list[str] = []
         self.cancelled: set[str] = set()
@@ -112,7 +113,7 @@ class Painter:
                 yield event("image") | {name: picture[name] for name in ("IMAGE", "SEED_USED", "INFO")}
 
     def _control(self, ACTION: bytes, ID: bytes = b"") -> dict[str, Any]:  # noqa: N803 (the wire's names)
-        time.sleep(self.control_s)
+        self.answering.wait(60)
         if ACTION == b"status":
             return {"engines": [{"name": "dit_0_0", "healthy": True, "active": self._active, "waiting": 0}]}
         if len(ID) < 16:
