@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # straight there, as the HTTP client goes
-_SAMPLE = re.compile(r"^((?:ditpack|nv_inference|nv_cache)_\w+)(?:\{.*\})? (\S+)")
+_SAMPLE = re.compile(r"^((?:ditpack|nv_inference)_\w+)(?:\{.*\})? (\S+)")
 _POLL_SECONDS = 0.4
 
 

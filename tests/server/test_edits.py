@@ -63,6 +63,20 @@ def pixels(outputs: dict[str, Any]) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(outputs["IMAGE"].item())))
 
 
+def test_a_photo_that_comes_again_is_not_encoded_again(edit_caller: Caller, edit_server: TritonServer) -> None:
+    def hits() -> float:
+        return metric(edit_server, "ditpack_cache_hits_total", model="vae_encoder")
+
+    value = {"http": 7, "grpc": 8}[edit_caller.protocol]
+    photo = {"PIXELS": np.full((1, 32 * 48, 3), value, np.uint8), "SIZES": np.array([[[32, 48]]], np.int32)}
+    first = edit_caller.infer(photo, model="vae_encoder")["LATENTS"]
+    before = hits()
+    again = edit_caller.infer(photo, model="vae_encoder")["LATENTS"]
+    assert hits() == before + 1
+    assert first.tobytes() == again.tobytes()
+    assert first.std() > 0
+
+
 @pytest.mark.parametrize("files", [[TALL], [SQUARE, WIDE], [WIDE, SQUARE, TALL]], ids=len)
 def test_equal_diffusers(edit_caller: Caller, tiny_edit_2509_checkpoint: Path, files: list[bytes]) -> None:
     import torch

@@ -230,7 +230,7 @@ MODELS = [
     Mistake(
         "cache of a decoupled model",
         "text_encoder",
-        append("model_transaction_policy { decoupled: true }"),
+        append("response_cache { enable: true }\nmodel_transaction_policy { decoupled: true }"),
         Says("cache", "response_cache {", "Delete"),
         "Response Cache does not currently support",
     ),

@@ -6,5 +6,4 @@ INFERENCE = (
     "nv_inference_queue_duration_us",
     "nv_inference_pending_request_count",
 )
-CACHE = ("nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model")
 GPU = ("nv_gpu_utilization", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes", "nv_gpu_power_usage")  # by DCGM

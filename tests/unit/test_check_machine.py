@@ -46,7 +46,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installation:
     stub.parent.mkdir(parents=True)
     stub.touch()
     (tmp_path / "backends" / "python").mkdir(parents=True)
-    return Installation(tmp_path / "tritonserver", tmp_path / "backends", None, tmp_path / "stubs")
+    return Installation(tmp_path / "tritonserver", tmp_path / "backends", tmp_path / "stubs")
 
 
 def edit(repository: Path, model: str, old: str, new: str) -> None:
@@ -99,7 +99,7 @@ def test_gpu_ids_in_a_parameter(server: Installation) -> None:
 
 def test_a_newer_server_knows_newer_fields(repository: Path, server: Installation) -> None:
     edit(repository, ENSEMBLE, "ensemble_scheduling {", "ensemble_scheduling {\n  max_inflight_requests: 8")
-    ngc = Installation(server.binary, server.backends, None)
+    ngc = Installation(server.binary, server.backends)
     assert check_repository(repository, Machine((), 16 * GIB, ngc)) == []
 
 

@@ -83,7 +83,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
-        "extraArgs": ["--cache-mb=256"],
+        "extraArgs": ["--ready-timeout=900"],
         "image": {"repository": "registry/ditpack@sha256:0123"},
     },
     "cpu": {"gpus": 0, "networkPolicy": {"enabled": False}, "disruptionBudget": {"enabled": False}},

@@ -18,7 +18,7 @@ from ditpack.engine.job import StepStats
 from ditpack.errors import Cancelled, DeadlinePassed, GenerationFailed, InvalidRequest, Unavailable
 from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
-from ditpack.tritonserver.metrics import DecoderMetrics, EngineMetrics
+from ditpack.tritonserver.metrics import CacheMetrics, DecoderMetrics, EngineMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.responder import Responder
 from ditpack.tritonserver.series import SERIES
@@ -209,13 +209,15 @@ def test_a_triton_without_histograms_has_the_rest(monkeypatch: pytest.MonkeyPatc
     metrics.step(stats())
     metrics.denoised(1.0, 2.0, 3.0)
     DecoderMetrics().decoded(1.0, 2.0)
+    CacheMetrics("text_encoder")
     Outcomes("dit")
     assert set(MetricFamily.series) == {name for name, series in SERIES.items() if series.kind != "HISTOGRAM"}
 
 
-def test_engine_and_decoder_metrics_add_up() -> None:
+def test_metrics_add_up() -> None:
     metrics = EngineMetrics("dit_0_0")
     decoder = DecoderMetrics()
+    caches = {model: CacheMetrics(model) for model in ("text_encoder", "vae_encoder")}
     gc.collect()  # a family that nobody holds would be gone by now
     metrics.step(stats())
     metrics.step(stats(requests=3, rows=5, tokens=100, waiting=7, graph_replays=0, eager_forwards=2, pad_tokens=0))
@@ -225,11 +227,16 @@ def test_engine_and_decoder_metrics_add_up() -> None:
     metrics.load(0, 0, 0)
     metrics.denoised(encode_s=0.5, queue_s=2.0, denoise_s=8.0)
     decoder.decoded(decode_s=0.25, total_s=10.75)
+    for hits, misses in ((0, 2), (3, 1)):
+        caches["text_encoder"].answered(hits, misses)
     Outcomes("dit")
     series = {name: list(values.items()) for name, values in MetricFamily.series.items()}
     assert series.keys() == SERIES.keys(), "what the table names and what is made differ"
     series.pop("ditpack_requests_total")
+    text, photos = ((("model", model),) for model in caches)
     assert series == {
+        "ditpack_cache_hits_total": [(text, 3), (photos, 0)],
+        "ditpack_cache_misses_total": [(text, 3), (photos, 0)],
         "ditpack_steps_total": [(engine, 2)],
         "ditpack_step_requests_total": [((), 4)],
         "ditpack_shared_steps_total": [((), 1)],

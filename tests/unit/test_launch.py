@@ -38,7 +38,6 @@ def embedded_layout(root: Path, minors: tuple[int, ...] = (MINOR,)) -> Path:
     server = root / "pytriton" / "tritonserver"
     (server / "backends" / "python").mkdir(parents=True)
     (server / "backends" / "python" / "libtriton_python.so").touch()
-    (server / "caches" / "local").mkdir(parents=True)
     (root / "nvidia_pytriton.libs").mkdir()
     for minor in minors:
         executable(server / "python_backend_stubs" / f"3.{minor}" / "triton_python_backend_stub")
@@ -70,11 +69,10 @@ class TestFinding:
 
     def test_directories_beside_the_binary(self, tmp_path: Path) -> None:
         binary = executable(tmp_path / "opt" / "bin" / "tritonserver")
-        assert find_tritonserver(binary) == Installation(binary, None, None)
+        assert find_tritonserver(binary) == Installation(binary, None)
         (tmp_path / "opt" / "backends" / "python").mkdir(parents=True)
-        (tmp_path / "opt" / "caches" / "local").mkdir(parents=True)
         found = find_tritonserver(binary)
-        assert (found.backends, found.caches) == (tmp_path / "opt" / "backends", tmp_path / "opt" / "caches")
+        assert found.backends == tmp_path / "opt" / "backends"
         assert not found.embedded
 
     def test_a_link_leads_to_the_directories_of_the_real_binary(self, tmp_path: Path) -> None:
@@ -288,17 +286,17 @@ class TestPreparing:
     def settings(self, **changes: object) -> Settings:
         ports = dict(zip(FLAGS, (1, 2, 3), strict=True))
         models = ("double", "half")
-        settings = Settings(Path("/models"), models, "127.0.0.1", ports, 2**20, 60, "ditpack_ab_")
+        settings = Settings(Path("/models"), models, "127.0.0.1", ports, 60, "ditpack_ab_")
         return dataclasses.replace(settings, **changes)
 
     def test_command_line(self, tmp_path: Path) -> None:
-        server = Installation(Path("/opt/bin/tritonserver"), Path("/opt/backends"), Path("/opt/caches"))
+        server = Installation(Path("/opt/bin/tritonserver"), Path("/opt/backends"))
         command = command_line(server, self.settings(options=("--log-verbose=1",)))
         assert command[0] == "/opt/bin/tritonserver"
         assert command[-1] == "--log-verbose=1"
         assert {
-            *("--model-repository=/models", "--backend-directory=/opt/backends", "--cache-directory=/opt/caches"),
-            *("--http-port=1", "--grpc-port=2", "--metrics-port=3", "--cache-config=local,size=1048576"),
+            *("--model-repository=/models", "--backend-directory=/opt/backends"),
+            *("--http-port=1", "--grpc-port=2", "--metrics-port=3"),
             *("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"),
             *("--model-control-mode=explicit", "--load-model=double", "--load-model=half"),
             *("--exit-timeout-secs=60", "--disable-auto-complete-config"),
@@ -307,7 +305,7 @@ class TestPreparing:
 
     def test_what_clients_have_no_use_for_is_locked(self) -> None:
         """With a key of its own a server, which is told to nobody."""
-        server = Installation(Path("tritonserver"), None, None)
+        server = Installation(Path("tritonserver"), None)
         locks = [
             {option for option in command_line(server, self.settings()) if "restricted" in option} for _ in range(2)
         ]
@@ -315,12 +313,8 @@ class TestPreparing:
         assert all("=model-repository,shared-memory,trace,logging:ditpack=" in lock for lock in locks[0])
 
     def test_a_server_that_knows_its_own_directories(self) -> None:
-        command = command_line(Installation(Path("tritonserver"), None, None), self.settings())
-        assert not [option for option in command if "director" in option or "cache" in option]
-
-    def test_no_cache(self) -> None:
-        command = command_line(Installation(Path("tritonserver"), None, Path("/caches")), self.settings(cache_bytes=0))
-        assert not [option for option in command if "cache" in option]
+        command = command_line(Installation(Path("tritonserver"), None), self.settings())
+        assert not [option for option in command if "director" in option]
 
     def test_backend_directory_of_the_embedded_server(self, tmp_path: Path) -> None:
         installation = find_tritonserver(embedded_layout(tmp_path / "site-packages"))
@@ -342,7 +336,7 @@ class TestPreparing:
         }
 
     def test_nothing_is_prepared_for_a_server_that_is_complete(self, tmp_path: Path) -> None:
-        installation = Installation(Path("tritonserver"), None, None)
+        installation = Installation(Path("tritonserver"), None)
         assert prepare_directory(installation, tmp_path) == installation
         assert list(tmp_path.iterdir()) == []
         assert "LD_LIBRARY_PATH" not in environment(installation, tmp_path, EMBEDDED, {})

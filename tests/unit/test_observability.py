@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests" / "tools"))
 import triton_series  # noqa: E402
 
 OURS = {sample: series.label for name, series in SERIES.items() for sample in series.samples(name)}
-TRITONS = {*triton_series.INFERENCE, *triton_series.CACHE, *triton_series.GPU}
+TRITONS = {*triton_series.INFERENCE, *triton_series.GPU}
 SCRAPED = {"job", "instance"}  # the labels that Prometheus adds
 VALUES = {"outcome": set(OUTCOMES), "stage": {"encode", "queue", "denoise", "decode"}}
 RULES = yaml.safe_load((ROOT / "docker/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]

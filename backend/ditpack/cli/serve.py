@@ -17,7 +17,7 @@ from ditpack.tritonserver.check import check_repository, this_machine
 from ditpack.tritonserver.check.report import as_text, count
 from ditpack.tritonserver.launch import TritonServer
 from ditpack.tritonserver.launch.repository import find_repository
-from ditpack.tritonserver.launch.server import CACHE_BYTES, EXIT_TIMEOUT, READY_TIMEOUT
+from ditpack.tritonserver.launch.server import EXIT_TIMEOUT, READY_TIMEOUT
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROMPT = "a red apple on a blue background"
@@ -52,9 +52,6 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    cache_mb: Annotated[int, typer.Option(min=0, help="Response cache for encoded prompts, in MiB; 0 = none.")] = (
-        CACHE_BYTES // 2**20
-    ),
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds that loading may take.")] = READY_TIMEOUT,
     exit_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that images in flight get to finish when the server is stopped.")
@@ -85,7 +82,6 @@ def serve(
         log,
         weights=weights,
         tritonserver=tritonserver,
-        cache_bytes=cache_mb * 2**20,
         exit_timeout=exit_timeout,
         options=tuple(triton_option or ()),
     )

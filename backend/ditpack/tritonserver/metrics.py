@@ -116,6 +116,19 @@ class EngineMetrics:
         self._first_step.observe(encode_s + queue_s)
 
 
+class CacheMetrics:
+    """How often an encoder need not compute. The instances of one model share its two series."""
+
+    def __init__(self, model: str) -> None:
+        self._hits = _Metric("ditpack_cache_hits_total", model)
+        self._misses = _Metric("ditpack_cache_misses_total", model)
+
+    def answered(self, hits: int, misses: int) -> None:
+        """Count the answers of one call."""
+        self._hits.add(hits)
+        self._misses.add(misses)
+
+
 class DecoderMetrics:
     """The end of a request that got its image."""
 

@@ -106,6 +106,7 @@ class TextEncoderSettings:
     checkpoint: str = _words("auto")
     weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")
+    cache_mib: float = _number(float, 64.0, 0.0, 65536.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class VaeEncoderSettings:
     checkpoint: str = _words("auto")
     weights: str = _choice("auto", *WEIGHTS)
     dtype: str = _choice("auto", "bfloat16", "float32")
+    cache_mib: float = _number(float, 64.0, 0.0, 65536.0)
 
 
 @dataclass(frozen=True, slots=True)

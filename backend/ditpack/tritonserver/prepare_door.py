@@ -50,7 +50,7 @@ class PrepareDoor:
     def _prepare(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
         resolved = resolve({field: read_scalar(request, field) for field in FIELDS}, self._limits)
         input_ids = self._tokenizer.encode(resolved.prompt)
-        # Without guidance dit ignores these; the usual negative prompt costs nothing, the response cache has it.
+        # Without guidance dit ignores these; the usual negative prompt costs nothing, the encoder's cache has it.
         negative = resolved.negative_prompt if resolved.negative_prompt is not None else DEFAULT_NEGATIVE_PROMPT
         negative_ids = self._tokenizer.encode(negative, "NEGATIVE_PROMPT")
         values = {

@@ -26,6 +26,8 @@ _PAD_TOKENS = (0.0, *(float(2**power) for power in range(13)))
 
 SERIES = {
     "ditpack_requests_total": Series("COUNTER", "Requests by how they ended", "outcome"),
+    "ditpack_cache_hits_total": Series("COUNTER", "An encoder's answers that it had computed before", "model"),
+    "ditpack_cache_misses_total": Series("COUNTER", "An encoder's answers that it had to compute", "model"),
     "ditpack_steps_total": Series("COUNTER", "Denoising steps (packed forwards)", "engine"),
     "ditpack_shared_steps_total": Series("COUNTER", "Steps that carried more than one request"),
     "ditpack_step_requests_total": Series("COUNTER", "Requests in the pack, summed over steps; over steps: mean pack"),

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import triton_python_backend_utils as pb_utils
 
+from ditpack.tritonserver.answer_cache import AnswerCache
 from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.metrics import CacheMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance, TextEncoderSettings
 from ditpack.tritonserver.pixels import read_pixels
@@ -21,16 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    input_ids: list[int]
+    input_ids: Array  # int64 [tokens]
     images: list[Array]
     requested: Sequence[str]
 
 
 class TextEncoderDoor:
-    def __init__(self, encoder: TextEncoder, outputs: Outputs, outcomes: Outcomes) -> None:
+    def __init__(self, encoder: TextEncoder, outputs: Outputs, outcomes: Outcomes, cache: AnswerCache) -> None:
         self._encoder = encoder
         self._outputs = outputs
         self._outcomes = outcomes
+        self._cache = cache
 
     @classmethod
     def load(cls, args: Mapping[str, str]) -> TextEncoderDoor:
@@ -48,13 +51,17 @@ class TextEncoderDoor:
         from ditpack.models.text_encoder import load_text_encoder
 
         encoder = load_text_encoder(open_checkpoint(settings.checkpoint, settings.weights), device, dtype)
-        return cls(encoder, Outputs(instance.config), Outcomes(instance.model))
+        cache = AnswerCache(int(settings.cache_mib * 2**20), CacheMetrics(instance.model))
+        return cls(encoder, Outputs(instance.config), Outcomes(instance.model), cache)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
         return answer_together(requests, self._outcomes, read=_read, run=self._run, write=self._write)
 
     def _run(self, items: list[_Item]) -> list[Array]:
-        embeds = self._encoder.encode([item.input_ids for item in items], [item.images for item in items])
+        return self._cache.answer(items, lambda item: (item.input_ids, *item.images), self._encode)
+
+    def _encode(self, items: list[_Item]) -> list[Array]:
+        embeds = self._encoder.encode([item.input_ids.tolist() for item in items], [item.images for item in items])
         return [row.numpy() for row in embeds]
 
     def _write(self, item: _Item, embeds: Array) -> pb_utils.InferenceResponse:
@@ -62,5 +69,4 @@ class TextEncoderDoor:
 
 
 def _read(request: pb_utils.InferenceRequest) -> _Item:
-    input_ids = read_array(request, "INPUT_IDS").tolist()
-    return _Item(input_ids, read_pixels(request), request.requested_output_names())
+    return _Item(read_array(request, "INPUT_IDS"), read_pixels(request), request.requested_output_names())

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import triton_python_backend_utils as pb_utils
 
 from ditpack.errors import InvalidRequest
+from ditpack.tritonserver.answer_cache import AnswerCache
 from ditpack.tritonserver.isolation import answer_together
 from ditpack.tritonserver.logs import route_logs
+from ditpack.tritonserver.metrics import CacheMetrics
 from ditpack.tritonserver.outcomes import Outcomes
 from ditpack.tritonserver.parameters import Instance, VaeEncoderSettings
 from ditpack.tritonserver.pixels import read_pixels
@@ -22,10 +24,11 @@ _Item = tuple[list[Array], Sequence[str]]  # images, outputs asked for
 
 
 class VaeEncoderDoor:
-    def __init__(self, encoder: VaeEncoder, outputs: Outputs, outcomes: Outcomes) -> None:
+    def __init__(self, encoder: VaeEncoder, outputs: Outputs, outcomes: Outcomes, cache: AnswerCache) -> None:
         self._encoder = encoder
         self._outputs = outputs
         self._outcomes = outcomes
+        self._cache = cache
 
     @classmethod
     def load(cls, args: Mapping[str, str]) -> VaeEncoderDoor:
@@ -43,12 +46,16 @@ class VaeEncoderDoor:
         from ditpack.models.vae_encoder import load_vae_encoder
 
         encoder = load_vae_encoder(open_checkpoint(settings.checkpoint, settings.weights), device, dtype)
-        return cls(encoder, Outputs(instance.config), Outcomes(instance.model))
+        cache = AnswerCache(int(settings.cache_mib * 2**20), CacheMetrics(instance.model))
+        return cls(encoder, Outputs(instance.config), Outcomes(instance.model), cache)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
         return answer_together(requests, self._outcomes, read=_read, run=self._run, write=self._write)
 
     def _run(self, items: list[_Item]) -> list[Array]:
+        return self._cache.answer(items, lambda item: item[0], self._encode)
+
+    def _encode(self, items: list[_Item]) -> list[Array]:
         """The tokens of each item's images; images of one size are encoded together, whosever they are."""
         import torch
 

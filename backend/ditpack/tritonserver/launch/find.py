@@ -28,7 +28,6 @@ class Installation:
 
     binary: Path
     backends: Path | None
-    caches: Path | None
     stubs: Path | None = None
     libraries: Path | None = None
 
@@ -111,16 +110,12 @@ def _embedded_binary() -> Path | None:
 def _around(binary: Path) -> Installation:
     binary = binary.resolve()
     root = binary.parent.parent
-    backends, caches, stubs = root / "backends", root / "caches", root / "python_backend_stubs"
+    backends, stubs = root / "backends", root / "python_backend_stubs"
     if stubs.is_dir():
         _check_glibc()
         libraries = root.parent.parent / "nvidia_pytriton.libs"
-        return Installation(binary, backends, caches, stubs, libraries)
-    return Installation(
-        binary,
-        backends if (backends / "python").is_dir() else None,
-        caches if (caches / "local").is_dir() else None,
-    )
+        return Installation(binary, backends, stubs, libraries)
+    return Installation(binary, backends if (backends / "python").is_dir() else None)
 
 
 def _check_glibc() -> None:

@@ -27,7 +27,6 @@ class Settings:
     models: Sequence[str]
     host: str
     ports: Mapping[str, int]
-    cache_bytes: int
     exit_timeout: int
     shm_prefix: str
     options: tuple[str, ...] = ()
@@ -54,9 +53,7 @@ def prepare_directory(installation: Installation, directory: Path) -> Installati
     libraries.mkdir()
     libpython = require_libpython()
     (libraries / libpython.name).symlink_to(libpython)
-    return Installation(
-        installation.binary, directory / "backends", installation.caches, installation.stubs, installation.libraries
-    )
+    return Installation(installation.binary, directory / "backends", installation.stubs, installation.libraries)
 
 
 def run_directory(directory: Path) -> Path:
@@ -104,7 +101,4 @@ def command_line(installation: Installation, settings: Settings) -> list[str]:
     ]
     if installation.backends:
         command.append(f"--backend-directory={installation.backends}")
-    if installation.caches and settings.cache_bytes:
-        command.append(f"--cache-directory={installation.caches}")
-        command.append(f"--cache-config=local,size={settings.cache_bytes}")
     return [*command, *settings.options]

@@ -29,7 +29,6 @@ from ditpack.tritonserver.launch.watchdog import LOOK_S, Watchdog
 
 EXIT_TIMEOUT = 60
 READY_TIMEOUT = 600.0
-CACHE_BYTES = 64 * 2**20
 _POLL_SECONDS = 0.1
 _AFTER_EXIT_TIMEOUT = 15.0  # what tritonserver may take beyond its own exit timeout before it is killed
 _AFTER_TROUBLE = 5.0  # for what can still be answered when a part of the server is dead
@@ -57,7 +56,6 @@ class TritonServer:
         *,
         weights: str = "auto",
         tritonserver: str | Path | None = None,
-        cache_bytes: int = CACHE_BYTES,
         exit_timeout: int = EXIT_TIMEOUT,
         options: tuple[str, ...] = (),
     ) -> None:
@@ -71,7 +69,6 @@ class TritonServer:
         self._checkpoint = checkpoint
         self._weights = weights
         self._tritonserver = tritonserver
-        self._cache_bytes = cache_bytes
         self._exit_timeout = exit_timeout
         self._options = options
         self._temporary_log = log is None
@@ -124,7 +121,6 @@ class TritonServer:
                 self.models,
                 self.host,
                 ports,
-                self._cache_bytes,
                 self._exit_timeout,
                 self.shm_prefix,
                 self._options,
