@@ -141,6 +141,7 @@ class TestBesideThePicture:
             "output_format": "png",
             "response_format": "bytes",
             "deadline_ms": None,
+            "priority": 2,
         }
         assert facts["steps"] == 4
         assert facts["pack"] == {"requests_max": 1, "requests_mean": 1.0, "shared_steps": 0}
