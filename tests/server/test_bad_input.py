@@ -242,7 +242,7 @@ class TestHandMade:
     def test_batches(self, caller: Caller, inputs: DitInputs) -> None:
         """One request makes one image: what carries two is refused, not half served."""
         twice = {name: np.concatenate([array, array]) for name, array in inputs.values().items()}
-        assert "one request makes one image" in refused(caller, twice, model="dit")
+        assert "batch-size must be <= 1" in refused(caller, twice, model="dit")
         ids = np.full((2, 40), 5, np.int64)
         assert "one request makes one image" in refused(caller, {"INPUT_IDS": ids}, model="text_encoder")
 
