@@ -1,8 +1,9 @@
-"""The tiny checkpoint's own byte-level BPE, in the files that Qwen2Tokenizer reads."""
+"""A small byte-level BPE of a checkpoint's own, in the files that Qwen2Tokenizer reads."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -27,12 +28,20 @@ _TEXT = "a red kite on a blue sky, two green trees and a black cat next to a whi
 
 
 def write_tiny_tokenizer(directory: Path, edit: bool = False) -> None:
+    """The tiny checkpoint's, of an editing one if ``edit``."""
+    templates = {TEMPLATE: DROP, EDIT_TEMPLATE: EDIT_DROP} if edit else {TEMPLATE: DROP}
+    write_tokenizer(directory, [_TEXT], _EDIT_VOCABULARY if edit else _VOCABULARY, templates)
+
+
+def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int, templates: Mapping[str, int]) -> None:
     """Write tokenizer.json, vocab.json, merges.txt and tokenizer_config.json into the existing folder ``directory``.
 
-    The pipeline drops exactly ``DROP`` tokens of template (for an edit ``EDIT_DROP``), so training sees the template
-    often enough to make each of its words one token.
+    ``vocabulary`` is the most tokens it may have, trained on ``texts``. A pipeline drops exactly as many tokens of a
+    template as ``templates`` says, so training sees each often enough to make each of its words one token.
+
+    Raises:
+        RuntimeError: the vocabulary is too small for that.
     """
-    templates = {TEMPLATE: DROP, EDIT_TEMPLATE: EDIT_DROP} if edit else {TEMPLATE: DROP}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,12 +56,12 @@ def write_tiny_tokenizer(directory: Path, edit: bool = False) -> None:
         template = template.replace(token, "\0")
     parts = [part for part in template.replace("{}", "").split("\0") if part]
     trainer = trainers.BpeTrainer(
-        vocab_size=(_EDIT_VOCABULARY if edit else _VOCABULARY) - len(_SPECIAL),
+        vocab_size=vocabulary - len(_SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*parts * 100, _TEXT], trainer)
+    tokenizer.train_from_iterator([*parts * max(100, len(texts) // 30), *texts], trainer)
     tokenizer.model.save(str(directory))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     tokenizer.save(str(directory / "tokenizer.json"))

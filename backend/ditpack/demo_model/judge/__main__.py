@@ -1,0 +1,120 @@
+"""``python -m ditpack.demo_model.judge``: how well checkpoints follow held-out prompts and edit instructions."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ditpack.demo_model.icons import Sprites, published_icons, rasterise
+from ditpack.demo_model.judge.checks import Pixels
+from ditpack.demo_model.judge.network import load_judge
+from ditpack.demo_model.judge.score import Eyes, Task, edits, prompts, score, synonym_prompts
+from ditpack.demo_model.painter import Job, Painter
+from ditpack.demo_model.render import draw
+from ditpack.demo_model.scenes import SceneMaker
+from ditpack.demo_model.shapes import shape_icons
+from ditpack.errors import DitpackError
+
+BARS = {"background": 0.95, "count": 0.9, "icon": 0.85, "place": 0.9}
+EDIT_BAR = 0.8
+
+
+def main(
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="Directories of checkpoints; embedded is the package's own.")
+    ],
+    judge: Annotated[Path, typer.Option(help="What training left as judge.safetensors.")],
+    icons: Annotated[Path, typer.Option(help="Where the two npm packages are, or are downloaded to.")] = Path(
+        ".cache/icons"
+    ),
+    shapes: Annotated[bool, typer.Option(help="Judge on the smoke preset's shapes instead of the icons.")] = False,
+    number: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts.")] = 500,
+    number_of_edits: Annotated[int, typer.Option("--edits", min=0, help="Held-out edits of each kind.")] = 100,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
+    guidance: Annotated[float, typer.Option(help="true_cfg_scale.")] = 3.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU where there is one.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none or fp8.")] = "none",
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+) -> None:
+    """Judge checkpoints; beside them, the true scenes, which say how far the judge can be believed."""
+    console = Console()
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    try:
+        network, accuracy = load_judge(judge, where)
+        used = shape_icons() if shapes else published_icons(icons)
+        scenes, sprites = SceneMaker(used), rasterise(used, 64 if shapes else 256)
+        eyes = Eyes(network, scenes)
+        text_tasks = prompts(scenes, number) + synonym_prompts(scenes, max(1, number // 5))
+        edit_tasks = edits(scenes, number_of_edits)
+        columns = {"true scenes": score(eyes, _true(text_tasks + edit_tasks, sprites))}
+        for checkpoint in checkpoints:
+            painter = Painter(checkpoint, where, _dtype(where), quantization=quantization)
+            tasks = text_tasks + (edit_tasks if painter.edits else [])
+            began = time.monotonic()
+            columns[Path(checkpoint).name] = score(eyes, _painted(painter, tasks, sprites, steps, guidance, console))
+            console.print(f"{checkpoint}: {len(tasks)} pictures in {time.monotonic() - began:.0f} s", highlight=False)
+    except DitpackError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    console.print(table(columns))
+    console.print(f"The judge itself, on held-out scenes: {accuracy}", highlight=False)
+    if out:
+        result: dict[str, Any] = {
+            "judge": accuracy, "prompts": number, "edits": number_of_edits, "steps": steps, "guidance": guidance,
+            "device": str(where), "quantization": quantization, "figures": columns,
+        }  # fmt: skip
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(columns: dict[str, dict[str, float]]) -> Table:
+    """A row a metric; what misses its bar is marked."""
+    shown = Table("", "at least", *columns)
+    for metric in next(iter(columns.values())):
+        bar = EDIT_BAR if metric.startswith("edit ") else BARS.get(metric)
+        cells = []
+        for figures in columns.values():
+            value = figures.get(metric)
+            cells.append("–" if value is None else f"{value:.1%}" + (" !" if bar and value < bar else ""))
+        shown.add_row(metric, f"{bar:.0%}" if bar else "", *cells)
+    return shown
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _true(tasks: Sequence[Task], sprites: Sprites) -> Iterator[tuple[Task, Pixels]]:
+    for task in tasks:
+        yield task, draw(sprites, task.scene)
+
+
+def _painted(
+    painter: Painter, tasks: Sequence[Task], sprites: Sprites, steps: int, guidance: float, console: Console
+) -> Iterator[tuple[Task, Pixels]]:
+    jobs = [
+        Job(task.text, task.scene.size, index, tuple(draw(sprites, scene) for scene in task.sources))
+        for index, task in enumerate(tasks)
+    ]
+    together = 64 if painter.sampler.device.type == "cuda" else 8
+    packs = painter.paint(jobs, steps, guidance, together)
+    done = 0
+    for pictures in track(packs, total=-(-len(jobs) // together), console=console, description="painting"):
+        yield from zip(tasks[done:], pictures, strict=False)
+        done += len(pictures)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Training the embedded model: ``python -m ditpack.demo_model.train``."""

@@ -1,0 +1,73 @@
+"""``python -m ditpack.demo_model.train``: from two npm packages to the checkpoint that ditpack embeds."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ditpack.demo_model.icons import published_icons
+from ditpack.demo_model.shapes import shape_icons
+from ditpack.demo_model.train.presets import PRESETS
+from ditpack.demo_model.train.run import Options, train
+from ditpack.errors import DitpackError
+
+
+class PresetName(enum.StrEnum):
+    """The keys of ``PRESETS``."""
+
+    REAL = "real"
+    SMOKE = "smoke"
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Where states, logs, sheets, the judge and the checkpoint go.")],
+    icons: Annotated[
+        Path, typer.Option(help="Where the two npm packages are, or are downloaded to; their hashes are checked.")
+    ] = Path(".cache/icons"),
+    preset: Annotated[
+        PresetName, typer.Option(help="real: the embedded model. smoke: a tiny one, on shapes of its own, in a minute.")
+    ] = PresetName.REAL,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="For all of the training; filling the pools comes on top.")
+    ] = 21,
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; auto takes a GPU where there is one.")] = "auto",
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
+    save_minutes: Annotated[float, typer.Option(help="How often the state is saved and a sheet painted.")] = 4,
+    resume: Annotated[
+        bool, typer.Option(help="Go on with what is in OUT; what is done there is not done again.")
+    ] = False,
+) -> None:
+    """Train the embedded model. On one H200 it takes about 25 minutes."""
+    console = Console()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise typer.BadParameter(f"{out} is not empty; --resume goes on with it", param_hint="OUT")
+    out.mkdir(parents=True, exist_ok=True)
+    options = Options(
+        out=out,
+        preset=PRESETS[preset],
+        device=torch.device(device),
+        minutes=minutes,
+        compile=compile_ and device.startswith("cuda"),
+        save_minutes=save_minutes,
+        command=f"python -m ditpack.demo_model.train {out} --preset {preset} --minutes {minutes:g}",
+    )
+    try:
+        train(shape_icons() if preset == "smoke" else published_icons(icons), options, console)
+    except DitpackError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,118 @@
+"""Training transformer, text encoder and vision tower together, by flow matching, on text to image and edits alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditpack.demo_model.train.batched_dit import velocity
+from ditpack.demo_model.train.batched_text import encode_pictures, encode_text
+from ditpack.demo_model.train.compiled import Compiler
+from ditpack.demo_model.train.optimiser import Optimiser
+from ditpack.demo_model.train.pool import Entries, Layouts, Pool
+
+_DROPPED = 0.1  # of the texts, for guidance
+_REFERENCE_NOISE = 0.03  # so that pictures that were generated before, and are not quite clean, are edited as well
+
+
+class DitStage:
+    """A stage of ``train.loop``. ``paint`` draws the sheet with the averaged weights: it is given the file."""
+
+    name = "dit"
+
+    def __init__(
+        self,
+        dit: Any,
+        text_encoder: Any,
+        pool: Pool,
+        batch_size: int,
+        refill: int,
+        refill_every: int,
+        compiler: Compiler,
+        paint: Callable[[Path], None],
+    ) -> None:
+        self._dit, self._text_encoder, self._pool, self._paint = dit, text_encoder, pool, paint
+        self._batch_size, self._refill, self._refill_every = batch_size, refill, refill_every
+        self._optimiser = Optimiser(
+            [*dit.parameters(), *text_encoder.model.parameters()], 1e-3, weight_decay=0.01, average=0.9995
+        )
+        self._device = next(dit.parameters()).device
+        self._compiled = compiler(self._loss)
+        self._last = torch.zeros((), device=self._device)
+        self._seen = 0
+
+    def step(self, progress: float) -> None:
+        shape, entries = self._pool.draw(self._batch_size)
+        layouts = self._pool.layouts[shape]
+        with torch.autocast(self._device.type, torch.bfloat16):
+            loss = self._compiled(*self._noised(entries, layouts), layouts)
+        self._optimiser.step(loss, progress)
+        self._last = loss.detach()
+        self._seen += len(entries.ids)
+        if self._optimiser.steps % self._refill_every == 0:
+            self._pool.refill(self._refill)
+
+    def _noised(self, entries: Entries, layouts: Layouts) -> tuple[Tensor, ...]:
+        """What is random: image tokens with noise, sigmas, the velocity wanted, texts of which some are dropped."""
+        count = len(entries.ids)
+        clean = entries.latents.float()
+        target, references = clean[:, : layouts.target_tokens], clean[:, layouts.target_tokens :]
+        # Mostly in the middle, where it matters; some everywhere.
+        sigmas = torch.sigmoid(torch.randn(count, device=self._device) + 0.3)
+        uniform = torch.rand(count, device=self._device)
+        sigmas = torch.where(torch.rand(count, device=self._device) < 0.1, uniform, sigmas)
+        noise = torch.randn_like(target)
+        noisy = torch.lerp(target, noise, sigmas[:, None, None])
+        image = torch.cat((noisy, references + _REFERENCE_NOISE * torch.randn_like(references)), dim=1)
+        dropped = torch.rand(count, device=self._device) < _DROPPED
+        ids = torch.where(dropped[:, None], layouts.empty[0], entries.ids)
+        lengths = torch.where(dropped, layouts.empty[1], entries.lengths)
+        return image, sigmas, noise - target, ids, lengths, entries.pictures
+
+    def _loss(
+        self,
+        image: Tensor,
+        sigmas: Tensor,
+        wanted: Tensor,
+        ids: Tensor,
+        lengths: Tensor,
+        pictures: Tensor,
+        layouts: Layouts,
+    ) -> Tensor:
+        model, features = self._text_encoder.model, None
+        if layouts.rotary is not None:
+            patches = self._pool.features_input(pictures.flatten(0, 1))
+            features = (
+                encode_pictures(model.visual, patches, *layouts.rotary).unflatten(0, pictures.shape[:2]).flatten(1, 2)
+            )
+        text = encode_text(model.language_model, ids, layouts.text, features)
+        predicted = velocity(self._dit, image, text, lengths, sigmas, layouts.dit)[:, : wanted.shape[1]]
+        return (predicted.float() - wanted).square().mean()
+
+    def figures(self) -> dict[str, float]:
+        return {"loss": float(self._last), "pictures": float(self._seen)}
+
+    def sheet(self, file: Path) -> None:
+        with self._optimiser.averaged():
+            self._paint(file)
+
+    def finish(self) -> None:
+        self._optimiser.settle()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "dit": self._dit.state_dict(),
+            "text_encoder": self._text_encoder.state_dict(),
+            "optimiser": self._optimiser.state(),
+            "seen": self._seen,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._dit.load_state_dict(state["dit"])
+        self._text_encoder.load_state_dict(state["text_encoder"])
+        self._optimiser.load(state["optimiser"])
+        self._seen = state["seen"]

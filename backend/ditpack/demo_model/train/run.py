@@ -1,0 +1,152 @@
+"""The whole training, stage after stage; each picks up where it was left."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from ditpack.demo_model.captions import Captions
+from ditpack.demo_model.edits import KINDS, EditMaker
+from ditpack.demo_model.icons import STYLES, Icon, Sprites, rasterise
+from ditpack.demo_model.judge.network import Judge, save_judge
+from ditpack.demo_model.judge.stage import JudgeStage
+from ditpack.demo_model.scenes import SceneMaker
+from ditpack.demo_model.train.compiled import Compiler, compiled
+from ditpack.demo_model.train.dit_stage import DitStage
+from ditpack.demo_model.train.export import export
+from ditpack.demo_model.train.loop import Loop
+from ditpack.demo_model.train.networks import build_text_encoder, build_tokenizer, build_transformer, build_vae
+from ditpack.demo_model.train.pool import Pool
+from ditpack.demo_model.train.presets import Preset
+from ditpack.demo_model.train.sheets import paint_sheet, painter_of
+from ditpack.demo_model.train.vae_stage import VaeStage
+
+CHECKPOINT, JUDGE = "checkpoint", "judge.safetensors"
+_TEXTS_PER_NAME = 30  # that the tokenizer is trained on
+_MEASURED = 8  # held-out batches, or scenes of each size, that a figure is the mean of
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``command`` is what the card says the model was made with."""
+
+    out: Path
+    preset: Preset
+    device: torch.device
+    minutes: float
+    compile: bool
+    save_minutes: float
+    command: str
+
+
+def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
+    """Train judge, VAE, and transformer with text encoder, and leave a checkpoint in ``options.out``.
+
+    Raises:
+        ValueError: the preset's vocabulary does not fit the icons.
+    """
+    _set_up(options.device)
+    preset, device = options.preset, options.device
+    loop = Loop(options.out, device, console, options.save_minutes)
+    began = time.monotonic()
+    sprites = rasterise(icons, preset.sprite_side).to(device)
+    scenes = SceneMaker(icons)
+    loop.say(f"{len(icons)} icons, {len(scenes.names)} names, drawn in {time.monotonic() - began:.1f} s")
+    judge_minutes, vae_minutes, dit_minutes = (share * options.minutes for share in preset.shares)
+
+    accuracy = _judge(loop, scenes, sprites, options, judge_minutes)
+
+    def compiler(function: Any) -> Any:
+        return compiled(function, loop.say) if options.compile else function
+
+    sizes = list(preset.text_shapes)
+    vae_stage = VaeStage(build_vae(preset), scenes, sprites, sizes, preset.vae_batch, compiler)
+    loop.run(vae_stage, vae_minutes)
+    psnr = vae_stage.quality(sizes, _MEASURED)
+    statistics = vae_stage.statistics(sizes, 4 * _MEASURED)
+    loop.say(f"vae: {psnr} dB on held-out scenes")
+    facts = {
+        "layers": preset.layers, "heads": preset.heads, "head_dim": preset.head_dim, "psnr": psnr,
+        "judge_name": f"{accuracy['name']:.1%}", "judge_top5": f"{accuracy['name_top5']:.1%}",
+        "judge_count": f"{accuracy['count']:.1%}", "command": options.command, "hardware": _hardware(device),
+        "date": datetime.date.today().isoformat(), "vae_minutes": f"{vae_minutes:.1f}",
+        "dit_minutes": f"{dit_minutes:.1f}",
+    }  # fmt: skip
+    _dit(loop, scenes, sprites, vae_stage, statistics, options, dit_minutes, compiler, facts)
+    (options.out / "facts.json").write_text(json.dumps(facts | {"judge": accuracy}, indent=1) + "\n")
+
+
+def _set_up(device: torch.device) -> None:
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+
+
+def _judge(loop: Loop, scenes: SceneMaker, sprites: Sprites, options: Options, minutes: float) -> dict[str, float]:
+    """Train the judge, keep it, and say how right it is."""
+    judge = Judge(scenes.names, STYLES, options.preset.judge_width).to(options.device)
+    stage = JudgeStage(judge, scenes, sprites, options.preset.judge_batch)
+    loop.run(stage, minutes)
+    accuracy = stage.accuracy(_MEASURED)
+    save_judge(judge, options.out / JUDGE, accuracy)
+    loop.say(f"judge, on held-out scenes: {accuracy}")
+    return accuracy
+
+
+def _dit(
+    loop: Loop,
+    scenes: SceneMaker,
+    sprites: Sprites,
+    vae_stage: VaeStage,
+    statistics: tuple[list[float], list[float]],
+    options: Options,
+    minutes: float,
+    compiler: Compiler,
+    facts: dict[str, Any],
+) -> None:
+    preset, device = options.preset, options.device
+    tokenizer = build_tokenizer(options.out / "tokenizer", _texts(scenes), preset)
+    dit, text_encoder = build_transformer(preset).to(device), build_text_encoder(preset, tokenizer).to(device)
+    vae = vae_stage.still.restored()
+    vae.register_to_config(latents_mean=statistics[0], latents_std=statistics[1])
+
+    began = time.monotonic()
+    pool = Pool(preset, scenes, sprites, vae_stage.still, statistics, tokenizer, text_encoder.config)
+    loop.say(f"pools filled in {time.monotonic() - began:.0f} s")
+
+    def paint(file: Path) -> None:
+        checkpoint = options.out / CHECKPOINT
+        export(checkpoint, preset, vae, dit, text_encoder, tokenizer, facts)
+        edit_sizes = [size for size, references in preset.edit_shapes if references == 2]
+        paint_sheet(painter_of(checkpoint, device), scenes, sprites, list(preset.text_shapes), edit_sizes, file)
+
+    stage = DitStage(dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, compiler, paint)
+    loop.run(stage, minutes)
+    paint(options.out / "samples.png")
+
+
+def _texts(scenes: SceneMaker) -> list[str]:
+    """Captions and instructions in which each name comes often."""
+    random = np.random.default_rng(11)
+    captions = Captions(scenes.icons)
+    edits = EditMaker(scenes, captions)
+    size = (128, 128)
+    texts = [captions.caption(random, scenes.draw(random, size)) for _ in range(_TEXTS_PER_NAME * len(scenes.names))]
+    texts += [edits.draw(random, KINDS[k % len(KINDS)], size, 2).instruction for k in range(len(texts) // 4)]
+    nouns = Captions(scenes.icons, synonym_share=0.5)
+    texts += [nouns.noun(random, icon) for icon in range(len(scenes.icons)) for _ in range(8)]
+    return [" " + text for text in texts]
+
+
+def _hardware(device: torch.device) -> str:
+    return f"one {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
