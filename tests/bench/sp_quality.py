@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,9 @@ def denoise(sampler: QwenImageSampler, members: list[Denoising]) -> None:
         sampler.step(pack)
 
 
-def embedded(device: torch.device, dtype: torch.dtype, attention: str) -> Iterator[dict[str, Any]]:
+def embedded(
+    device: torch.device, dtype: torch.dtype, attention: str, prompts: Sequence[str] = PROMPTS, steps: int = STEPS
+) -> Iterator[dict[str, Any]]:
     """A record for each prompt and way of sharding, of the embedded model; in this process group, on all its ranks."""
     if importlib.util.find_spec("diffusers") is None:
         print("no diffusers here, whose VAE makes the pictures: the embedded model is left out", flush=True)
@@ -93,8 +95,8 @@ def embedded(device: torch.device, dtype: torch.dtype, attention: str) -> Iterat
             share_rows(sampler.transformer, group)
         elif way != "single":
             Ulysses(sampler.transformer, group, way)
-    for prompt in PROMPTS:
-        request = image_request(prompt, SIZE, STEPS, guided=True)
+    for prompt in prompts:
+        request = image_request(prompt, SIZE, steps, guided=True)
         for ending in ("", ".", ", please"):  # one of these makes padding necessary
             ids = [tokenizer.encode(text, "PROMPT") for text in (prompt + ending, " ")]
             embeds, negative = encoder.encode(ids)
@@ -108,6 +110,6 @@ def embedded(device: torch.device, dtype: torch.dtype, attention: str) -> Iterat
             pictures[way] = torch.from_numpy(decoder.decode([sampler.finish(member)()])[0]).permute(2, 0, 1)
         for way, picture in pictures.items():
             if way != "single":
-                record = {"prompt": prompt, "size": SIZE, "impl": way, "steps": STEPS, "guidance": 4.0,
+                record = {"prompt": prompt, "size": SIZE, "impl": way, "steps": steps, "guidance": 4.0,
                           "tokens": tokens, "padding": -tokens % dist.get_world_size(group)}  # fmt: skip
                 yield record | compare(picture, pictures["single"])

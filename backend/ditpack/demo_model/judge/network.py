@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -101,6 +101,6 @@ def load_judge(file: Path, device: torch.device) -> tuple[Judge, dict[str, float
             weights = {name: stored.get_tensor(name).float() for name in stored.keys()}  # noqa: SIM118
         judge = Judge(about["names"], about["styles"], about["width"])
         judge.load_state_dict(weights)
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise JudgeError(f"{file}: is not a judge: {error}") from error
     return judge.to(device).eval(), cast(dict[str, float], about["accuracy"])

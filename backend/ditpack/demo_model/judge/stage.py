@@ -47,7 +47,7 @@ class JudgeStage:
             seen = self.judge(worsen(pictures, self._random))
         name, count, style = (logits.float() for logits in seen)
         loss = (
-            F.cross_entropy(name, names) + 0.5 * F.cross_entropy(count, counts) + 0.2 * F.cross_entropy(style, styles)
+            F.cross_entropy(name, names) + 0.5 * F.cross_entropy(count, counts) + 0.5 * F.cross_entropy(style, styles)
         )
         self._optimiser.step(loss, progress)
         self._loss = loss.detach()

@@ -71,8 +71,8 @@ class Loop:
                     stage.sheet(self._folder / f"{stage.name}.png")
                     saved = time.monotonic()
         stage.finish()
-        self._save(stage, spent, steps, done=True)
         stage.sheet(self._folder / f"{stage.name}.png")
+        self._save(stage, spent, steps, done=True)
         self.say(f"{stage.name}: {steps} steps in {time.monotonic() - began:.0f} s")
 
     def say(self, text: str) -> None:

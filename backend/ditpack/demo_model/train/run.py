@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers.utils import logging as diffusers_logging
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from ditpack.demo_model.captions import Captions
 from ditpack.demo_model.edits import KINDS, EditMaker
@@ -87,6 +89,9 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
 
 def _set_up(device: torch.device) -> None:
     torch.manual_seed(0)
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()  # saving warns of casts that are meant
+        library.disable_progress_bar()
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -132,7 +137,6 @@ def _dit(
 
     stage = DitStage(dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, compiler, paint)
     loop.run(stage, minutes)
-    paint(options.out / "samples.png")
 
 
 def _texts(scenes: SceneMaker) -> list[str]:

@@ -1,0 +1,138 @@
+"""The training command, whole, at its smallest: it resumes, and what it leaves is a checkpoint that makes pictures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from click.testing import Result
+from edit_tools import edit_pipeline
+from oracle import reference_pipeline
+from PIL import Image
+from typer.testing import CliRunner
+
+from ditpack.demo_model.judge import __main__ as judging
+from ditpack.demo_model.judge.network import JudgeError, load_judge
+from ditpack.demo_model.painter import Job, Painter
+from ditpack.demo_model.scenes import SceneMaker
+from ditpack.demo_model.shapes import shape_icons
+from ditpack.demo_model.train import __main__ as training
+from ditpack.models.checkpoint import open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+SMOKE = ("--preset", "smoke", "--minutes", "0.1", "--device", "cpu")
+
+
+def run(main: Callable[..., None], *arguments: object) -> Result:
+    """A command in this process, which has imported by now what takes a new one seconds."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("train") / "out"
+    command = [sys.executable, "-m", "ditpack.demo_model.train", str(out), *SMOKE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return out
+
+
+def test_it_leaves_states_sheets_a_judge_and_a_checkpoint(trained: Path) -> None:
+    for name in ("judge", "vae", "dit"):
+        assert Image.open(trained / f"{name}.png").width > 100
+        assert torch.load(trained / f"{name}.pt", weights_only=True)["done"]
+    log = (trained / "train.log").read_text()
+    assert "dB on held-out scenes" in log
+    facts = json.loads((trained / "facts.json").read_text())
+    card = (trained / "checkpoint" / "MODEL_CARD.md").read_text()
+    assert "{" not in card, "a blank that nobody filled"
+    assert f"{facts['psnr']} dB" in card
+    notices = (trained / "checkpoint" / "THIRD_PARTY_NOTICES.md").read_text()
+    assert "Copyright (c) Microsoft Corporation." in notices
+    assert "Copyright 2013 Google, Inc." in notices
+
+
+def test_it_resumes(trained: Path) -> None:
+    """What is done is not done again; what was interrupted goes on where it was."""
+    refused = run(training.main, trained, *SMOKE)
+    assert refused.exit_code == 2
+    assert "--resume goes on" in refused.output
+
+    stored = torch.load(trained / "dit.pt", weights_only=True)
+    steps, optimised = stored["steps"], stored["stage"]["optimiser"]["steps"]
+    judge = (trained / "judge.pt").read_bytes()
+    torch.save({**stored, "done": False, "seconds": stored["seconds"] - 1.0}, trained / "dit.pt")
+    done = run(training.main, trained, *SMOKE, "--resume")
+    assert done.exit_code == 0, done.output
+    assert "judge: done before" in done.output
+    assert (trained / "judge.pt").read_bytes() == judge
+    again = torch.load(trained / "dit.pt", weights_only=True)
+    assert again["done"]
+    assert again["steps"] > steps
+    assert again["stage"]["optimiser"]["steps"] - optimised == again["steps"] - steps
+
+
+def test_ditpack_paints_and_edits_with_it(trained: Path) -> None:
+    checkpoint = open_checkpoint(str(trained / "checkpoint"))
+    assert checkpoint.editing is not None
+    assert checkpoint.editing.max_references == 3
+    painter = Painter(trained / "checkpoint", CPU)
+    picture = np.zeros((64, 96, 3), dtype=np.uint8)
+    jobs = [
+        Job("a red circle", (96, 64), 1),
+        Job("make it two", (64, 64), 2, (picture,)),
+        Job("combine", (64, 64), 3, (picture,) * 3),
+    ]
+    painted = next(painter.paint(jobs, steps=2))
+    assert [image.shape for image in painted] == [(64, 96, 3), (64, 64, 3), (64, 64, 3)]
+
+
+def test_diffusers_paints_and_edits_with_it(trained: Path) -> None:
+    """The same picture from text, and an edit by the pipeline class that the checkpoint names."""
+    pipeline = reference_pipeline(trained / "checkpoint")
+    theirs = pipeline(
+        "a red circle",
+        negative_prompt=" ",
+        true_cfg_scale=3.0,
+        width=96,
+        height=64,
+        num_inference_steps=3,
+        generator=torch.Generator("cpu").manual_seed(1),
+    ).images[0]
+    ours = next(Painter(trained / "checkpoint", CPU).paint([Job("a red circle", (96, 64), 1)], steps=3))[0]
+    assert np.abs(ours.astype(int) - np.asarray(theirs)).max() <= 1
+    edited = edit_pipeline(trained / "checkpoint")(
+        image=Image.new("RGB", (64, 64)), prompt="make it two", width=64, height=64, num_inference_steps=2,
+        true_cfg_scale=1.0,
+    )  # fmt: skip
+    assert edited.images[0].size == (64, 64)
+
+
+def test_the_judge_judges(trained: Path) -> None:
+    """True scenes, wrong ones, and the command's table; the smoke judge is too young to be right about much."""
+    judge, accuracy = load_judge(trained / "judge.safetensors", CPU)
+    assert set(accuracy) == {"name", "name_top5", "count", "style"}
+    done = run(
+        judging.main,
+        *(trained / "checkpoint", "--judge", trained / "judge.safetensors", "--shapes"),
+        *("--prompts", "4", "--edits", "1", "--steps", "2", "--device", "cpu", "--out", trained / "score.json"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "edit combine" in done.output
+    figures = json.loads((trained / "score.json").read_text())["figures"]
+    assert figures["true scenes"]["background"] == 1.0
+    assert set(figures["checkpoint"]) == set(figures["true scenes"])
+    assert judge.names == tuple(SceneMaker(shape_icons()).names)
+    with pytest.raises(JudgeError, match="is not a judge"):
+        load_judge(trained / "score.json", CPU)
