@@ -29,7 +29,7 @@ from ditpack.models.checkpoint import open_checkpoint
 CPU = torch.device("cpu")
 
 
-SMOKE = ("--preset", "smoke", "--minutes", "0.1", "--device", "cpu")
+SMOKE = ("--preset", "smoke", "--minutes", "0.06", "--device", "cpu")
 
 
 def run(main: Callable[..., None], *arguments: object) -> Result:

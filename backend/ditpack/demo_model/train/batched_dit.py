@@ -7,7 +7,7 @@ complex numbers, so that a compiler can fuse it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,30 @@ def dit_layout(
     return DitLayout(*(part.to(device) for table in tables for part in (table.cos, table.sin)))
 
 
-def velocity(dit: Any, image: Tensor, text: Tensor, keep: Tensor, sigmas: Tensor, layout: DitLayout) -> Tensor:
+def dual_block(
+    block: Any, x: Tensor, y: Tensor, temb: Tensor, mask: Tensor, layout: DitLayout
+) -> tuple[Tensor, Tensor]:
+    """One block over both streams, image [B, S, D] and text [B, L, D]; ``mask`` is bool [B, 1, 1, L + S]."""
+    x_mod, y_mod = (mod[1](temb).unflatten(-1, (6, -1)).unbind(1) for mod in (block.img_mod, block.txt_mod))
+    x_out, y_out = _attend(block.attn, _modulate(x, *x_mod[:2]), _modulate(y, *y_mod[:2]), mask, layout)
+    x, y = x + x_mod[2][:, None] * x_out, y + y_mod[2][:, None] * y_out
+    x = x + x_mod[5][:, None] * _mlp(block.img_mlp, _modulate(x, *x_mod[3:5]))
+    return x, y + y_mod[5][:, None] * _mlp(block.txt_mlp, _modulate(y, *y_mod[3:5]))
+
+
+def velocity(
+    dit: Any,
+    image: Tensor,
+    text: Tensor,
+    keep: Tensor,
+    sigmas: Tensor,
+    layout: DitLayout,
+    run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block,
+) -> Tensor:
     """What ``dit``, a ``QwenImageTransformer2DModel``, predicts for every image token.
 
     ``image`` [B, S, in_channels], the target's tokens and then those of its references; ``text`` [B, L, width], of
-    which each row attends to the first ``keep`` [B]; ``sigmas`` [B].
+    which each row attends to the first ``keep`` [B]; ``sigmas`` [B]. ``run_block``: ``dual_block``, maybe compiled.
     """
     temb = F.silu(dit.time_text_embed.timestep_embedder(_sinusoid(sigmas).to(image.dtype)))
     text_tokens = text.shape[1]
@@ -56,11 +75,7 @@ def velocity(dit: Any, image: Tensor, text: Tensor, keep: Tensor, sigmas: Tensor
     mask = ((place < keep[:, None]) | (place >= text_tokens))[:, None, None, :]
     x, y = dit.img_in(image), dit.txt_in(_rms(text, dit.txt_norm.weight))
     for block in dit.transformer_blocks:
-        x_mod, y_mod = (mod[1](temb).unflatten(-1, (6, -1)).unbind(1) for mod in (block.img_mod, block.txt_mod))
-        x_out, y_out = _attend(block.attn, _modulate(x, *x_mod[:2]), _modulate(y, *y_mod[:2]), mask, layout)
-        x, y = x + x_mod[2][:, None] * x_out, y + y_mod[2][:, None] * y_out
-        x = x + x_mod[5][:, None] * _mlp(block.img_mlp, _modulate(x, *x_mod[3:5]))
-        y = y + y_mod[5][:, None] * _mlp(block.txt_mlp, _modulate(y, *y_mod[3:5]))
+        x, y = run_block(block, x, y, temb, mask, layout)
     scale, shift = dit.norm_out.linear(temb).chunk(2, dim=-1)
     return dit.proj_out(_modulate(x, shift, scale))
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditpack.demo_model.train.batched_dit import velocity
+from ditpack.demo_model.train.batched_dit import dual_block, velocity
 from ditpack.demo_model.train.batched_text import encode_pictures, encode_text
-from ditpack.demo_model.train.compiled import Compiler
 from ditpack.demo_model.train.optimiser import Optimiser
 from ditpack.demo_model.train.pool import Entries, Layouts, Pool
 
 _DROPPED = 0.1  # of the texts, for guidance
+_TRIALS = 8  # steps that a compiled block is tried on
+_RECOMPILES = 64
 _REFERENCE_NOISE = 0.03  # so that pictures that were generated before, and are not quite clean, are edited as well
 
 
@@ -32,7 +33,7 @@ class DitStage:
         batch_size: int,
         refill: int,
         refill_every: int,
-        compiler: Compiler,
+        compile_blocks: bool,
         paint: Callable[[Path], None],
     ) -> None:
         self._dit, self._text_encoder, self._pool, self._paint = dit, text_encoder, pool, paint
@@ -41,15 +42,34 @@ class DitStage:
             [*dit.parameters(), *text_encoder.model.parameters()], 1e-3, weight_decay=0.01, average=0.9995
         )
         self._device = next(dit.parameters()).device
-        self._compiled = compiler(self._loss)
+        self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block
+        self.problem = self._compile() if compile_blocks else None
         self._last = torch.zeros((), device=self._device)
         self._seen = 0
+
+    def _compile(self) -> str | None:
+        """Compile the blocks and try them, there and back, on a few shapes; say why, where that does not work.
+
+        One block for all: the compiler takes the weights of each as inputs, so it has one thing to compile.
+        """
+        torch._dynamo.config.recompile_limit = _RECOMPILES  # type: ignore[attr-defined]
+        self._run_block = torch.compile(dual_block, dynamic=True)
+        try:
+            for _ in range(_TRIALS):
+                shape, entries = self._pool.draw(self._batch_size)
+                layouts = self._pool.layouts[shape]
+                with torch.autocast(self._device.type, torch.bfloat16):
+                    self._loss(layouts, *self._noised(entries, layouts)).backward()
+        except Exception as error:  # a compiler can fail in any way, and none of them may end the training
+            self._run_block = dual_block
+            return f"{type(error).__name__}: {str(error)[:300]}"
+        return None
 
     def step(self, progress: float) -> None:
         shape, entries = self._pool.draw(self._batch_size)
         layouts = self._pool.layouts[shape]
         with torch.autocast(self._device.type, torch.bfloat16):
-            loss = self._compiled(*self._noised(entries, layouts), layouts)
+            loss = self._loss(layouts, *self._noised(entries, layouts))
         self._optimiser.step(loss, progress)
         self._last = loss.detach()
         self._seen += len(entries.ids)
@@ -75,13 +95,13 @@ class DitStage:
 
     def _loss(
         self,
+        layouts: Layouts,
         image: Tensor,
         sigmas: Tensor,
         wanted: Tensor,
         ids: Tensor,
         lengths: Tensor,
         pictures: Tensor,
-        layouts: Layouts,
     ) -> Tensor:
         model, features = self._text_encoder.model, None
         if layouts.rotary is not None:
@@ -90,7 +110,9 @@ class DitStage:
                 encode_pictures(model.visual, patches, *layouts.rotary).unflatten(0, pictures.shape[:2]).flatten(1, 2)
             )
         text = encode_text(model.language_model, ids, layouts.text, features)
-        predicted = velocity(self._dit, image, text, lengths, sigmas, layouts.dit)[:, : wanted.shape[1]]
+        predicted = velocity(self._dit, image, text, lengths, sigmas, layouts.dit, self._run_block)[
+            :, : wanted.shape[1]
+        ]
         return (predicted.float() - wanted).square().mean()
 
     def figures(self) -> dict[str, float]:

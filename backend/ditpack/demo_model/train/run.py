@@ -22,7 +22,6 @@ from ditpack.demo_model.icons import STYLES, Icon, Sprites, rasterise
 from ditpack.demo_model.judge.network import Judge, save_judge
 from ditpack.demo_model.judge.stage import JudgeStage
 from ditpack.demo_model.scenes import SceneMaker
-from ditpack.demo_model.train.compiled import Compiler, compiled
 from ditpack.demo_model.train.dit_stage import DitStage
 from ditpack.demo_model.train.export import export
 from ditpack.demo_model.train.loop import Loop
@@ -67,11 +66,8 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
 
     accuracy = _judge(loop, scenes, sprites, options, judge_minutes)
 
-    def compiler(function: Any) -> Any:
-        return compiled(function, loop.say) if options.compile else function
-
     sizes = list(preset.text_shapes)
-    vae_stage = VaeStage(build_vae(preset), scenes, sprites, sizes, preset.vae_batch, compiler)
+    vae_stage = VaeStage(build_vae(preset), scenes, sprites, sizes, preset.vae_batch)
     loop.run(vae_stage, vae_minutes)
     psnr = vae_stage.quality(sizes, _MEASURED)
     statistics = vae_stage.statistics(sizes, 4 * _MEASURED)
@@ -83,7 +79,7 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
         "date": datetime.date.today().isoformat(), "vae_minutes": f"{vae_minutes:.1f}",
         "dit_minutes": f"{dit_minutes:.1f}",
     }  # fmt: skip
-    _dit(loop, scenes, sprites, vae_stage, statistics, options, dit_minutes, compiler, facts)
+    _dit(loop, scenes, sprites, vae_stage, statistics, options, dit_minutes, facts)
     (options.out / "facts.json").write_text(json.dumps(facts | {"judge": accuracy}, indent=1) + "\n")
 
 
@@ -116,7 +112,6 @@ def _dit(
     statistics: tuple[list[float], list[float]],
     options: Options,
     minutes: float,
-    compiler: Compiler,
     facts: dict[str, Any],
 ) -> None:
     preset, device = options.preset, options.device
@@ -135,7 +130,11 @@ def _dit(
         edit_sizes = [size for size, references in preset.edit_shapes if references == 2]
         paint_sheet(painter_of(checkpoint, device), scenes, sprites, list(preset.text_shapes), edit_sizes, file)
 
-    stage = DitStage(dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, compiler, paint)
+    stage = DitStage(
+        dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, options.compile, paint
+    )
+    if stage.problem:
+        loop.say(f"dit: not compiled: {stage.problem}")
     loop.run(stage, minutes)
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageRMS_norm
 from torch import Tensor, nn
 
 
@@ -30,8 +30,22 @@ class StillConv(nn.Module):
         return F.conv2d(x[:, :, 0], self.weight, self.bias, self._stride, self._padding).unsqueeze(2)
 
 
+class StillNorm(nn.Module):
+    """The VAE's norm over channels as one kernel, where it is seven: the same x / |x| · sqrt(channels) · gamma."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(norm.gamma.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = x.movedim(1, -1)  # contiguous: everything here is channels_last
+        with torch.autocast(x.device.type, enabled=False):
+            normed = F.rms_norm(last, last.shape[-1:], self.gamma.flatten().to(x.dtype), eps=1e-12)
+        return normed.movedim(-1, 1)
+
+
 class StillVae(nn.Module):
-    """``vae`` with its causal convolutions replaced."""
+    """``vae`` with its causal convolutions and its norms replaced."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -41,6 +55,8 @@ class StillVae(nn.Module):
             for name, child in list(parent.named_children()):
                 if isinstance(child, QwenImageCausalConv3d):
                     setattr(parent, name, StillConv(child))
+                elif isinstance(child, QwenImageRMS_norm):
+                    setattr(parent, name, StillNorm(child))
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         """[N, 3, H, W] in -1 … 1 → mean and log variance of the latents [N, z_dim, h, w]."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from ditpack.demo_model.icons import Sprites
 from ditpack.demo_model.render import SceneBatch, batch, render, to_bytes
 from ditpack.demo_model.scenes import SceneMaker, Size
-from ditpack.demo_model.train.compiled import Compiler
 from ditpack.demo_model.train.optimiser import Optimiser
 from ditpack.demo_model.train.still_vae import StillVae
 
@@ -31,9 +30,7 @@ class VaeStage:
 
     name = "vae"
 
-    def __init__(
-        self, vae: Any, scenes: SceneMaker, sprites: Sprites, sizes: Sequence[Size], batch_size: int, compiler: Compiler
-    ) -> None:
+    def __init__(self, vae: Any, scenes: SceneMaker, sprites: Sprites, sizes: Sequence[Size], batch_size: int) -> None:
         self.still = StillVae(vae).to(sprites.mips[0].device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._scenes, self._sprites = scenes, sprites
         self._device = sprites.mips[0].device
@@ -41,7 +38,6 @@ class VaeStage:
         self._optimiser = Optimiser(self.still.parameters(), 1e-3, average=0.999)
         sizes = [size for size in sizes if max(size) <= _LARGEST]
         self._prepared = self._prepare(sizes, batch_size)
-        self._compiled = compiler(self._loss)
         self._last = torch.zeros((), device=self._device)
 
     def step(self, progress: float) -> None:
@@ -53,7 +49,7 @@ class VaeStage:
         )
         pictures = render(self._sprites, replace(scenes, groups=groups))
         with torch.autocast(self._device.type, torch.bfloat16):
-            loss, error = self._compiled(pictures)
+            loss, error = self._loss(pictures)
         self._optimiser.step(loss, progress)
         self._last = error
 
