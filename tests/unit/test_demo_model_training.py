@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from click.testing import Result
 from edit_tools import edit_pipeline
 from oracle import reference_pipeline
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ditpack.demo_model.judge import __main__ as judging
@@ -24,6 +28,7 @@ from ditpack.demo_model.painter import Job, Painter
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.shapes import shape_icons
 from ditpack.demo_model.train import __main__ as training
+from ditpack.demo_model.train.loop import Loop
 from ditpack.models.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -41,10 +46,15 @@ def run(main: Callable[..., None], *arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command leaves, run up to the VAE at first, and then from the states that it kept."""
     out = tmp_path_factory.mktemp("train") / "out"
-    command = [sys.executable, "-m", "ditpack.demo_model.train", str(out), *SMOKE]
+    command = [sys.executable, "-m", "ditpack.demo_model.train", str(out), *SMOKE, "--until", "vae"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
+    assert not (out / "dit.pt").exists()
+    rest = run(training.main, out, *SMOKE, "--resume")
+    assert rest.exit_code == 0, rest.output
+    assert "vae: done before" in rest.output
     return out
 
 
@@ -63,24 +73,58 @@ def test_it_leaves_states_sheets_a_judge_and_a_checkpoint(trained: Path) -> None
     assert "Copyright 2013 Google, Inc." in notices
 
 
-def test_it_resumes(trained: Path) -> None:
-    """What is done is not done again; what was interrupted goes on where it was."""
+def test_a_folder_in_use_is_left_alone(trained: Path) -> None:
     refused = run(training.main, trained, *SMOKE)
     assert refused.exit_code == 2
     assert "--resume goes on" in refused.output
 
-    stored = torch.load(trained / "dit.pt", weights_only=True)
-    steps, optimised = stored["steps"], stored["stage"]["optimiser"]["steps"]
-    judge = (trained / "judge.pt").read_bytes()
-    torch.save({**stored, "done": False, "seconds": stored["seconds"] - 1.0}, trained / "dit.pt")
-    done = run(training.main, trained, *SMOKE, "--resume")
-    assert done.exit_code == 0, done.output
-    assert "judge: done before" in done.output
-    assert (trained / "judge.pt").read_bytes() == judge
-    again = torch.load(trained / "dit.pt", weights_only=True)
-    assert again["done"]
-    assert again["steps"] > steps
-    assert again["stage"]["optimiser"]["steps"] - optimised == again["steps"] - steps
+
+class Counter:
+    """A stage that counts, and is interrupted at ``limit`` steps."""
+
+    name = "counter"
+
+    def __init__(self, limit: int = 10**9) -> None:
+        self.count, self.limit, self.finished = 0, limit, False
+
+    def step(self, progress: float) -> None:
+        assert 0 <= progress <= 1
+        self.count += 1
+        time.sleep(0.001)
+        if self.count == self.limit:
+            raise KeyboardInterrupt
+
+    def figures(self) -> dict[str, float]:
+        return {"count": self.count}
+
+    def sheet(self, file: Path) -> None:
+        file.touch()
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def state(self, done: bool) -> dict[str, Any]:
+        assert done == self.finished
+        return {"count": self.count}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_an_interrupted_stage_goes_on_from_its_last_save(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, CPU, Console(file=io.StringIO()), save_minutes=0.01 / 60)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(Counter(limit=100), minutes=1)
+    stored = torch.load(tmp_path / "counter.pt", weights_only=True)
+    assert 0 < stored["steps"] < 100
+    assert not stored["done"]
+    resumed = Counter()
+    loop.run(resumed, minutes=(stored["seconds"] + 0.05) / 60)
+    assert stored["stage"]["count"] < resumed.count < stored["stage"]["count"] + 51  # 0.05 s more, at 1 ms a step
+    assert resumed.finished
+    again = Counter()
+    loop.run(again, minutes=1)
+    assert (again.count, again.finished) == (resumed.count, False), "what is done is not done again"
 
 
 def test_ditpack_paints_and_edits_with_it(trained: Path) -> None:

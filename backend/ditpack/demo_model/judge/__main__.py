@@ -53,9 +53,9 @@ def main(
     console = Console()
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     try:
-        network, accuracy = load_judge(judge, where)
         used = shape_icons() if shapes else published_icons(icons)
-        scenes, sprites = SceneMaker(used), rasterise(used, 64 if shapes else 256)
+        scenes, sprites = SceneMaker(used), rasterise(used, 64 if shapes else 256)  # forks: before CUDA starts
+        network, accuracy = load_judge(judge, where)
         eyes = Eyes(network, scenes)
         text_tasks = prompts(scenes, number) + synonym_prompts(scenes, max(1, number // 5))
         edit_tasks = edits(scenes, number_of_edits)

@@ -88,13 +88,14 @@ class JudgeStage:
     def finish(self) -> None:
         self._optimiser.settle()
 
-    def state(self) -> dict[str, Any]:
-        return {"judge": self.judge.state_dict(), "optimiser": self._optimiser.state()}
+    def state(self, done: bool) -> dict[str, Any]:
+        return {"judge": self.judge.state_dict(), "optimiser": None if done else self._optimiser.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.judge.load_state_dict(state["judge"])
-        self._optimiser.load(state["optimiser"])
-        self._random = np.random.default_rng(self._optimiser.steps)
+        if state["optimiser"]:
+            self._optimiser.load(state["optimiser"])
+            self._random = np.random.default_rng(self._optimiser.steps)
 
     def _truth(self, scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
         """Names as probabilities [N, names], counts from 0 and styles [N]."""

@@ -21,6 +21,14 @@ from ditpack.demo_model.train.run import Options, train
 from ditpack.errors import DitpackError
 
 
+class StageName(enum.StrEnum):
+    """The stages in their order."""
+
+    JUDGE = "judge"
+    VAE = "vae"
+    DIT = "dit"
+
+
 class PresetName(enum.StrEnum):
     """The keys of ``PRESETS``."""
 
@@ -39,6 +47,9 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0.01, help="For all of the training; filling the pools comes on top.")
     ] = 21,
+    until: Annotated[
+        StageName, typer.Option(help="Stop after this stage; with --resume another machine goes on, from the *.pt.")
+    ] = StageName.DIT,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; auto takes a GPU where there is one.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
     save_minutes: Annotated[float, typer.Option(help="How often the state is saved and a sheet painted.")] = 4,
@@ -58,6 +69,7 @@ def main(
         preset=PRESETS[preset],
         device=torch.device(device),
         minutes=minutes,
+        until=until,
         compile=compile_ and device.startswith("cuda"),
         save_minutes=save_minutes,
         command=f"python -m ditpack.demo_model.train {out} --preset {preset} --minutes {minutes:g}",

@@ -125,7 +125,7 @@ class DitStage:
     def finish(self) -> None:
         self._optimiser.settle()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, done: bool) -> dict[str, Any]:
         return {
             "dit": self._dit.state_dict(),
             "text_encoder": self._text_encoder.state_dict(),

@@ -31,7 +31,8 @@ class Stage(Protocol):
     def finish(self) -> None:
         """Make the weights what they are to be used as; called once, after the last step."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self, done: bool) -> dict[str, Any]:
+        """What ``load`` needs; once it is done, to be used alone."""
 
     def load(self, state: dict[str, Any]) -> None: ...
 
@@ -109,5 +110,5 @@ class Loop:
         """Whole or not at all: an interrupted save leaves the one before."""
         file = self._file(stage)
         temporary = file.with_suffix(".tmp")
-        torch.save({"stage": stage.state(), "seconds": seconds, "steps": steps, "done": done}, temporary)
+        torch.save({"stage": stage.state(done), "seconds": seconds, "steps": steps, "done": done}, temporary)
         os.replace(temporary, file)

@@ -25,7 +25,7 @@ from ditpack.models.editing import scaled
 from ditpack.models.prompt import DROP, EDIT_DROP, EDIT_TEMPLATE, IMAGE_TOKEN, TEMPLATE
 from ditpack.models.vision import image_runs
 
-_TEXT_TOKENS = 28  # the most that a caption or an instruction has; longer ones are drawn again
+_TEXT_TOKENS = 24  # the most that a caption or an instruction has; longer ones are drawn again
 _ALIGNED = 8  # attention with a mask is fastest when a row's tokens are a multiple of it
 _ENCODE = 256  # pictures at a time
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of the vision tower's processor

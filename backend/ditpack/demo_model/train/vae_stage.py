@@ -22,7 +22,6 @@ from ditpack.demo_model.train.still_vae import StillVae
 
 _PREPARED = 192  # batches of layouts; the icons in them are drawn anew every time
 _KL = 1e-5
-_LARGEST = 192  # pixels: larger pictures teach a convolution nothing new
 
 
 class VaeStage:
@@ -36,7 +35,6 @@ class VaeStage:
         self._device = sprites.mips[0].device
         self._random = np.random.default_rng(3)
         self._optimiser = Optimiser(self.still.parameters(), 1e-3, average=0.999)
-        sizes = [size for size in sizes if max(size) <= _LARGEST]
         self._prepared = self._prepare(sizes, batch_size)
         self._last = torch.zeros((), device=self._device)
 
@@ -110,16 +108,24 @@ class VaeStage:
         tiles = [np.hstack(list(to_bytes(row.float()).cpu().numpy())) for row in rows]
         Image.fromarray(np.vstack(tiles)).save(file)
 
+    @torch.no_grad()
     def finish(self) -> None:
+        """From here on the weights are rounded to what is exported: latents are made and read by the same VAE."""
         self._optimiser.settle()
+        for weight in self.still.parameters():
+            weight.copy_(weight.bfloat16())
 
-    def state(self) -> dict[str, Any]:
-        return {"vae": self.still.state_dict(), "optimiser": self._optimiser.state()}
+    def state(self, done: bool) -> dict[str, Any]:
+        weights = self.still.state_dict()
+        if done:
+            return {"vae": {name: weight.bfloat16() for name, weight in weights.items()}, "optimiser": None}
+        return {"vae": weights, "optimiser": self._optimiser.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.still.load_state_dict(state["vae"])
-        self._optimiser.load(state["optimiser"])
-        self._random = np.random.default_rng(self._optimiser.steps)
+        if state["optimiser"]:
+            self._optimiser.load(state["optimiser"])
+            self._random = np.random.default_rng(self._optimiser.steps)
 
     def _prepare(self, sizes: Sequence[Size], batch_size: int) -> list[SceneBatch]:
         prepared = []
