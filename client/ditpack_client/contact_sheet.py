@@ -65,6 +65,17 @@ def contact_sheet(
     return sheet
 
 
+def side_by_side(images: Sequence[Image.Image], gap: int = 6) -> Image.Image:
+    """``images`` in a row, as one, standing on one line."""
+    width = sum(image.width for image in images) + gap * (len(images) - 1)
+    row = Image.new("RGB", (width, max(image.height for image in images)), _PAPER)
+    left = 0
+    for image in images:
+        row.paste(image.convert("RGB"), (left, row.height - image.height))
+        left += image.width + gap
+    return row
+
+
 def wrap(text: str, font: Font, width: int) -> list[str]:
     """``text`` in lines no wider than ``width`` pixels; a word that is wider is cut where it must be."""
     lines: list[str] = []

@@ -17,7 +17,7 @@ from rich.console import Console
 from ditpack_client.async_client import AsyncClient
 from ditpack_client.batch import describe
 from ditpack_client.cli import print_errors
-from ditpack_client.contact_sheet import Entry, contact_sheet
+from ditpack_client.contact_sheet import Entry, contact_sheet, side_by_side
 from ditpack_client.errors import GenerationError
 from ditpack_client.metrics import EngineWatch
 from ditpack_client.naming import slug
@@ -45,6 +45,14 @@ _SCENES = (
     ("four eggs on a brown background", 128, 128, 12, 2),
     ("a toolbox on a teal background, glossy style", 144, 112, 14, 3),
     ("a crescent moon on a black background", 64, 96, 15, 8),
+)
+
+# What is then made of pictures above, where the server's checkpoint edits: instruction, places in _SCENES.
+_EDITS = (
+    ("change the background to green", (4,)),
+    ("make it two", (6,)),
+    ("add a sun on the right", (6,)),
+    ("combine both pictures", (6, 9)),
 )
 
 
@@ -115,6 +123,7 @@ async def _show(client: AsyncClient, watch: EngineWatch, out: Path, console: Con
         results, seconds = await _at_once(client, requests, watch, out, console)
         _sheet(results, watch).save(out / "contact-sheet.png")
         _report_steps(results, watch, console)
+        await _edits(client, results, out, console)
         if alone:
             await _compare(client, requests, results, seconds, console)
     console.print(f"{len(results)} images and contact-sheet.png are in {out}/")
@@ -154,6 +163,28 @@ def _sheet(results: list[ImageResult], watch: EngineWatch) -> Image:
     if watch.steps:
         subtitle += f" in {watch.steps} packed forwards"
     return contact_sheet(entries, title=f"ditpack: {len(results)} images at once, one engine", subtitle=subtitle)
+
+
+async def _edits(client: AsyncClient, results: list[ImageResult], out: Path, console: Console) -> None:
+    """Edits of some of the images, all at once, on a sheet of their own; nothing where the checkpoint cannot edit."""
+    before = [[results[place].image for place in places] for _, places in _EDITS]
+    try:
+        edited = await asyncio.gather(
+            *(
+                client.edit(instruction, images, num_inference_steps=20, seed=index, timeout=_IMAGE_SECONDS)
+                for index, ((instruction, _), images) in enumerate(zip(_EDITS, before, strict=True))
+            )
+        )
+    except GenerationError as error:
+        if error.code != "NOT_FOUND":  # no such model
+            raise
+        return
+    entries = [
+        Entry(side_by_side([*images, result.image]), instruction, f"{len(images)} before, 1 after · seed {result.seed}")
+        for (instruction, _), images, result in zip(_EDITS, before, edited, strict=True)
+    ]
+    contact_sheet(entries, title=f"ditpack: {len(_EDITS)} edits at once", columns=2).save(out / "edits.png")
+    console.print(f"edits: {len(_EDITS)}, at once too, on edits.png")
 
 
 def _report_steps(results: list[ImageResult], watch: EngineWatch, console: Console) -> None:

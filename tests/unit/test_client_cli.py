@@ -270,13 +270,23 @@ def test_demo_against_a_running_server(server: str, painter: Painter) -> None:
     result = run(demo, "--server", server, "--metrics", "http://127.0.0.1:9", "--out", "shown")
     assert result.exit_code == 0, result.output
     count = len(demo_requests())
-    assert len(painter.requests) == 1 + 2 * count  # a warm-up, all at once, one at a time
+    assert painter.models.count("qwen_image") == 1 + 2 * count  # a warm-up, all at once, one at a time
+    assert painter.models.count("qwen_image_edit") == 4
+    assert "edits: 4, at once too" in result.stdout
     written = sorted(path.name for path in Path("shown").iterdir())
-    assert len(written) == count + 1
-    assert written[-1] == "contact-sheet.png"
+    assert len(written) == count + 2
+    assert written[-2:] == ["contact-sheet.png", "edits.png"]
     assert f"{count} of {count} images are the same to the last bit" in result.stdout
     steps = sum(request["num_inference_steps"] or 0 for request in demo_requests())
     assert f"{steps} denoising steps, {7 * count} of them in a pack with other images" in result.stdout
+
+
+def test_demo_leaves_edits_out_where_the_checkpoint_makes_none(server: str, painter: Painter) -> None:
+    painter.served = ("qwen_image",)
+    result = run(demo, "--server", server, "--metrics", "http://127.0.0.1:9", "--out", "shown", "--no-alone")
+    assert result.exit_code == 0, result.output
+    assert "edits" not in result.stdout
+    assert not Path("shown/edits.png").exists()
 
 
 def test_demo_without_its_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

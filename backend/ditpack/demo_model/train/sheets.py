@@ -11,10 +11,10 @@ from PIL import Image
 from ditpack.demo_model.captions import Captions
 from ditpack.demo_model.edits import KINDS, EditMaker
 from ditpack.demo_model.icons import Sprites
-from ditpack.demo_model.painter import Job, Painter, Pixels
+from ditpack.demo_model.painter import Job, Painter
 from ditpack.demo_model.render import draw
 from ditpack.demo_model.scenes import Random, SceneMaker, Size
-from ditpack_client.contact_sheet import Entry, contact_sheet
+from ditpack_client.contact_sheet import Entry, contact_sheet, side_by_side
 
 
 def paint_sheet(
@@ -43,21 +43,14 @@ def paint_sheet(
         labels.append(kind)
     painted = [picture for pack in painter.paint(jobs) for picture in pack]
     entries = [
-        Entry(_beside([*job.pictures, after]), job.prompt, f"{label} · {job.size[0]}x{job.size[1]}")
+        Entry(
+            side_by_side([Image.fromarray(x) for x in (*job.pictures, after)]),
+            job.prompt,
+            f"{label} · {job.size[0]}x{job.size[1]}",
+        )
         for job, label, after in zip(jobs, labels, painted, strict=True)
     ]
     contact_sheet(entries, title="held-out prompts and edits", columns=6, scale=1).save(file)
-
-
-def _beside(pictures: list[Pixels]) -> Image.Image:
-    gap = 6
-    height = max(picture.shape[0] for picture in pictures)
-    canvas = Image.new("RGB", (sum(p.shape[1] for p in pictures) + gap * (len(pictures) - 1), height), "#f6f5f1")
-    left = 0
-    for picture in pictures:
-        canvas.paste(Image.fromarray(picture), (left, 0))
-        left += picture.shape[1] + gap
-    return canvas
 
 
 def painter_of(directory: Path, device: torch.device) -> Painter:
