@@ -24,7 +24,7 @@ from ditpack.demo_model.icons import published_icons
 from ditpack.demo_model.judge.checks import Pixels
 from ditpack.demo_model.judge.network import load_judge
 from ditpack.demo_model.judge.score import Eyes, Task, prompts, score
-from ditpack.demo_model.painter import Job, Painter
+from ditpack.demo_model.painter import Job, Painter, own_precision
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.shapes import shape_icons
 
@@ -76,8 +76,7 @@ def parse() -> argparse.Namespace:
 
 def paint(checkpoint: str, device: torch.device, way: str, tasks: list[Task], steps: int) -> Iterator[Pixels]:
     dtype, quantization, together = WAYS[way]
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    painter = Painter(checkpoint, device, dtype, quantization=quantization)
+    painter = Painter(checkpoint, device, dtype or own_precision(device), quantization=quantization)
     jobs = [Job(task.text, task.scene.size, index) for index, task in enumerate(tasks)]
     for pictures in painter.paint(jobs, steps, together=together):
         yield from pictures

@@ -105,6 +105,11 @@ class Painter:
             yield self.decoder.decode(self.latents(jobs[start : start + together], steps, guidance))
 
 
+def own_precision(device: torch.device) -> torch.dtype:
+    """What checkpoints are served in there."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _png(pixels: Pixels) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)

@@ -22,7 +22,7 @@ from ditpack.demo_model.icons import Sprites, published_icons, rasterise
 from ditpack.demo_model.judge.checks import Pixels
 from ditpack.demo_model.judge.network import load_judge
 from ditpack.demo_model.judge.score import Eyes, Task, edits, prompts, score, synonym_prompts
-from ditpack.demo_model.painter import Job, Painter
+from ditpack.demo_model.painter import Job, Painter, own_precision
 from ditpack.demo_model.render import draw
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.shapes import shape_icons
@@ -61,7 +61,7 @@ def main(
         edit_tasks = edits(scenes, number_of_edits)
         columns = {"true scenes": score(eyes, _true(text_tasks + edit_tasks, sprites))}
         for checkpoint in checkpoints:
-            painter = Painter(checkpoint, where, _dtype(where), quantization=quantization)
+            painter = Painter(checkpoint, where, own_precision(where), quantization=quantization)
             tasks = text_tasks + (edit_tasks if painter.edits else [])
             began = time.monotonic()
             columns[Path(checkpoint).name] = score(eyes, _painted(painter, tasks, sprites, steps, guidance, console))
@@ -90,10 +90,6 @@ def table(columns: dict[str, dict[str, float]]) -> Table:
             cells.append("–" if value is None else f"{value:.1%}" + (" !" if bar and value < bar else ""))
         shown.add_row(metric, f"{bar:.0%}" if bar else "", *cells)
     return shown
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _true(tasks: Sequence[Task], sprites: Sprites) -> Iterator[tuple[Task, Pixels]]:

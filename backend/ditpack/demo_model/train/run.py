@@ -20,7 +20,8 @@ from ditpack.demo_model.captions import Captions
 from ditpack.demo_model.edits import KINDS, EditMaker
 from ditpack.demo_model.icons import STYLES, Icon, Sprites, rasterise
 from ditpack.demo_model.judge.network import Judge, save_judge
-from ditpack.demo_model.judge.stage import JudgeStage
+from ditpack.demo_model.judge.stage import SIZES, JudgeStage
+from ditpack.demo_model.painter import Painter, own_precision
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.train.dit_stage import DitStage
 from ditpack.demo_model.train.export import export
@@ -28,12 +29,12 @@ from ditpack.demo_model.train.loop import Loop
 from ditpack.demo_model.train.networks import build_text_encoder, build_tokenizer, build_transformer, build_vae
 from ditpack.demo_model.train.pool import Pool
 from ditpack.demo_model.train.presets import Preset
-from ditpack.demo_model.train.sheets import paint_sheet, painter_of
+from ditpack.demo_model.train.sheets import paint_sheet
 from ditpack.demo_model.train.vae_stage import VaeStage
 
 CHECKPOINT, JUDGE = "checkpoint", "judge.safetensors"
 _TEXTS_PER_NAME = 12  # that the tokenizer is trained on
-_MEASURED = 8  # held-out batches, or scenes of each size, that a figure is the mean of
+_MEASURED = 16  # held-out scenes of each size that a figure is the mean of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
     """Train judge, VAE, and transformer with text encoder, and leave a checkpoint in ``options.out``.
 
     Raises:
-        ValueError: the preset's vocabulary does not fit the icons.
+        RuntimeError: the preset's vocabulary is too small for the templates.
     """
     _set_up(options.device)
     preset, device = options.preset, options.device
@@ -74,8 +75,8 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
     usual = [size for size in sizes if preset.text_shapes[size] >= 1]
     vae_stage = VaeStage(build_vae(preset), scenes, sprites, usual, preset.vae_batch)
     loop.run(vae_stage, vae_minutes)
-    psnr = vae_stage.quality(sizes, 2 * _MEASURED)
-    statistics = vae_stage.statistics(sizes, 4 * _MEASURED)
+    psnr = vae_stage.quality(sizes, _MEASURED)
+    statistics = vae_stage.statistics(sizes, 2 * _MEASURED)
     loop.say(f"vae: {psnr} dB on held-out scenes")
     if options.until == VaeStage.name:
         return
@@ -105,7 +106,7 @@ def _judge(loop: Loop, scenes: SceneMaker, sprites: Sprites, options: Options, m
     judge = Judge(scenes.names, STYLES, options.preset.judge_width).to(options.device)
     stage = JudgeStage(judge, scenes, sprites, options.preset.judge_batch)
     loop.run(stage, minutes)
-    accuracy = stage.accuracy(_MEASURED)
+    accuracy = stage.accuracy(2 * len(SIZES))
     save_judge(judge, options.out / JUDGE, accuracy)
     loop.say(f"judge, on held-out scenes: {accuracy}")
     return accuracy
@@ -135,7 +136,14 @@ def _dit(
         checkpoint = options.out / CHECKPOINT
         export(checkpoint, preset, vae, dit, text_encoder, tokenizer, facts)
         edit_sizes = [size for size, references in preset.edit_shapes if references == 2]
-        paint_sheet(painter_of(checkpoint, device), scenes, sprites, list(preset.text_shapes), edit_sizes, file)
+        paint_sheet(
+            Painter(checkpoint, device, own_precision(device)),
+            scenes,
+            sprites,
+            list(preset.text_shapes),
+            edit_sizes,
+            file,
+        )
 
     stage = DitStage(
         dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, options.compile, paint

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from ditpack.demo_model.captions import Captions
@@ -51,8 +50,3 @@ def paint_sheet(
         for job, label, after in zip(jobs, labels, painted, strict=True)
     ]
     contact_sheet(entries, title="held-out prompts and edits", columns=6, scale=1).save(file)
-
-
-def painter_of(directory: Path, device: torch.device) -> Painter:
-    """A painter in the device's own precision."""
-    return Painter(directory, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
