@@ -46,11 +46,12 @@ def package(tmp_path: Path) -> Package:
             "wave-dark-skin-tone": {"body": "<g/>"},
             "letter-a": {"body": "<g/>"},
             "two-oclock": {"body": "<g/>"},
+            "two-hearts": {"body": "<g/>"},
         },
         "width": 16,
         "height": 16,
     }
-    food = ["red-apple", "hidden-apple", "wave-dark-skin-tone", "two-oclock"]
+    food = ["red-apple", "hidden-apple", "wave-dark-skin-tone", "two-oclock", "two-hearts"]
     metadata = {"categories": {"Food & Drink": food, "Symbols": ["letter-a"]}}
     folder = tmp_path / "registry" / "@test" / "icons" / "-"
     folder.mkdir(parents=True)
@@ -72,7 +73,7 @@ def test_a_package_is_fetched_once_and_read(package: Package, tmp_path: Path) ->
     offline = dataclasses.replace(package, registry=(tmp_path / "nowhere").as_uri())
     assert fetch(offline, cache) == file
     icons = read_icons(file, "flat")
-    assert [icon.name for icon in icons] == ["red-apple"]  # no hidden one, skin tone, symbol or clock
+    assert [icon.name for icon in icons] == ["red-apple"]  # no hidden one, skin tone, symbol, clock or plural
     assert 'viewBox="0 0 16 16"' in icons[0].svg
     with pytest.raises(PackageError, match=r"chars\.json"):
         read_json(file, "chars.json")

@@ -57,7 +57,7 @@ def main(
         bool, typer.Option(help="Go on with what is in OUT; what is done there is not done again.")
     ] = False,
 ) -> None:
-    """Train the embedded model. On one H200 it takes about 25 minutes."""
+    """Train the embedded model; the preset real is meant for one H200."""
     console = Console()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
