@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, and the checkpoints that tests run on."""
+"""What every test shares: no network, one thread, and the checkpoints that tests run on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from ditpack.models.checkpoint import EMBEDDED
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # what tests run is small; on a busy machine a second thread makes it many times slower
 
 
 @pytest.fixture(scope="session")

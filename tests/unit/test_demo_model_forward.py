@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,6 @@ class Fresh:
         self.path = directory / "checkpoint"
         export(self.path, SMOKE, vae, self.dit, self.text_encoder, self.tokenizer, {})
         self.checkpoint = open_checkpoint(str(self.path))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and on a busy machine lose tenfold."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

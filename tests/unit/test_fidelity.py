@@ -28,15 +28,6 @@ JOBS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and on a busy machine lose tenfold."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def painter(embedded_checkpoint: Path) -> Painter:
     return Painter(embedded_checkpoint, CPU)
