@@ -210,7 +210,7 @@ def test_sigterm_finishes_what_was_accepted(serve: Callable[..., Serve], tmp_pat
     """Eight: one takes steps, and seven wait for their turn."""
     edits = {"dit": [parameter("token_budget", "64")]}
     served = serve("--model-repository", edited_repository(tmp_path / "models", edits))
-    values = LONG | {"WIDTH": 64, "HEIGHT": 64, "NUM_INFERENCE_STEPS": 200}
+    values = LONG | {"WIDTH": 64, "HEIGHT": 64, "NUM_INFERENCE_STEPS": 120}
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(over_http, served, values, index % 2 == 0) for index in range(4)]
         calls += [pool.submit(over_grpc, served, values) for _ in range(4)]
