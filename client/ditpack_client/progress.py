@@ -84,7 +84,7 @@ class Board:
 
 
 def retry_text(retrying: Retrying) -> str:
-    """ "the waiting room is full; trying again in 1.4 s": the server's reason, and what is done about it."""
+    """ "full: 4 requests wait; trying again in 1.4 s": the server's reason, and what is done about it."""
     return f"{retrying.reason}; trying again in {retrying.seconds:.1f} s"
 
 

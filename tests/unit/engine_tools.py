@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def engine(sampler: Any, *, token_budget: int = 10_000, max_queue_size: int = 64
     return Engine(sampler, token_budget=token_budget, max_queue_size=max_queue_size, **options)
 
 
+def start(served: Engine, ticket: Ticket) -> None:
+    """Submit it and wait until it takes part in a step."""
+    served.submit(ticket.job)
+    until = time.monotonic() + TIMEOUT
+    while served.active_requests == 0:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def run(sampler: Any, requests: list[ImageRequest]) -> list[Result | DitpackError]:
     """Serve ``requests`` with an engine of their own; the outcomes in order."""
     served = engine(sampler)
@@ -110,5 +120,6 @@ __all__ = [
     "has_seed",
     "request",
     "run",
+    "start",
     "tiny_sampler",
 ]

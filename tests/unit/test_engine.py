@@ -166,7 +166,7 @@ def rows_of(sampler: QwenImageSampler) -> tuple[Row, ...]:
 
 
 def test_the_queue_time_counts_from_the_jobs_arrival(sampler: QwenImageSampler) -> None:
-    """Not from its place in the waiting room: what it waited for that is waiting too."""
+    """Not from its place in the queue: what it waited for that is waiting too."""
     served = engine(sampler)
     ticket = Ticket(request(), arrived=time.monotonic() - 100)
     served.submit(ticket.job)

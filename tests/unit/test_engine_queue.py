@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_tools import TIMEOUT, Hooked, Ticket, conditioning, engine, request, tiny_sampler
+from engine_tools import TIMEOUT, Hooked, Ticket, conditioning, engine, request, start, tiny_sampler
 
-from ditpack.engine.engine import Engine
 from ditpack.engine.job import Result
 from ditpack.errors import Cancelled, Unavailable
 from ditpack.sampling.qwen_image import Pack, QwenImageSampler
@@ -22,15 +21,6 @@ from ditpack.sampling.qwen_image import Pack, QwenImageSampler
 @pytest.fixture(scope="module")
 def sampler(tiny_checkpoint: Path) -> QwenImageSampler:
     return tiny_sampler(tiny_checkpoint)
-
-
-def start(served: Engine, ticket: Ticket) -> None:
-    """Submit it and wait until it takes part in a step."""
-    served.submit(ticket.job)
-    until = time.monotonic() + TIMEOUT
-    while served.active_requests == 0:
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_a_full_queue_refuses_at_once(sampler: QwenImageSampler) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_tools import TIMEOUT, Hooked, Ticket, engine, request, tiny_sampler
+from engine_tools import TIMEOUT, Hooked, Ticket, engine, request, start, tiny_sampler
 
 from ditpack.engine.job import Progress, Result
 from ditpack.errors import Cancelled
@@ -86,9 +86,7 @@ def test_one_that_waits_is_cancelled_too(sampler: QwenImageSampler) -> None:
     gate = Gate(sampler)
     served = engine(gate.sampler, token_budget=1)
     running, waiting = (Ticket(request(seed=seed)) for seed in (1, 2))
-    served.submit(running.job)
-    while served.active_requests == 0:
-        time.sleep(0.005)
+    start(served, running)
     served.submit(waiting.job)
     assert served.cancel("seed-2")
     gate.let()
@@ -103,9 +101,7 @@ def test_one_that_waits_is_cancelled_too(sampler: QwenImageSampler) -> None:
 def test_positions_count_those_of_higher_priority_first(sampler: QwenImageSampler) -> None:
     gate = Gate(sampler)
     served = engine(gate.sampler, token_budget=1)
-    served.submit(Ticket(request(seed=1)).job)
-    while served.active_requests == 0:
-        time.sleep(0.005)
+    start(served, Ticket(request(seed=1)))
     for seed, priority in ((2, 3), (3, 2), (4, 1), (5, 2)):
         served.submit(Ticket(request(seed=seed, priority=priority)).job)
     positions = {seed: next(served.watch(f"seed-{seed}", TIMEOUT)).position for seed in (1, 2, 3, 4, 5)}

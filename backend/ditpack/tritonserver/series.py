@@ -37,7 +37,7 @@ SERIES = {
     "ditpack_eager_forwards_total": Series("COUNTER", "Forwards run eagerly"),
     "ditpack_active_requests": Series("GAUGE", "Requests being denoised", "engine"),
     "ditpack_active_rows": Series("GAUGE", "Rows (guidance branches) of the requests being denoised", "engine"),
-    "ditpack_waiting_requests": Series("GAUGE", "Requests in the waiting room", "engine"),
+    "ditpack_waiting_requests": Series("GAUGE", "Requests that wait for their turn", "engine"),
     "ditpack_step_seconds": Series("HISTOGRAM", "Seconds of a step", buckets=_STEP_SECONDS),
     "ditpack_step_tokens": Series("HISTOGRAM", "Tokens in a step's pack, without padding", buckets=_TOKENS),
     "ditpack_step_pad_tokens": Series("HISTOGRAM", "Padding tokens in a step's pack", buckets=_PAD_TOKENS),
