@@ -26,6 +26,7 @@ _CATEGORIES = (
     *("Animals & Nature", "Food & Drink", "Objects", "Travel & Places", "Activities"),
     "Smileys & Emotion",
 )
+_OTHERS_LEFT_OUT = Path(__file__).with_name("left_out.txt")
 _LEFT_OUT = re.compile(
     r"(-|^)(light|medium|dark|medium-light|medium-dark)(-skin-tone|$)"
     r"|-(oclock|thirty)$"  # 24 clocks that differ in their hands alone
@@ -68,13 +69,15 @@ def read_icons(tarball: Path, style: str) -> list[Icon]:
     """The icons of an iconify package that scenes are made of, by name."""
     icon_set, metadata = read_json(tarball, "icons.json"), read_json(tarball, "metadata.json")
     wanted = {name for category in _CATEGORIES for name in metadata["categories"].get(category, ())}
+    left_out = {line for line in _OTHERS_LEFT_OUT.read_text().splitlines() if line and not line.startswith("#")}
     icons: dict[str, Icon] = {}
     for name, icon in sorted(icon_set["icons"].items()):
         if name not in wanted or icon.get("hidden") or _LEFT_OUT.search(name):
             continue
         width, height = (icon.get(side, icon_set.get(side, 16)) for side in ("width", "height"))
         box = f"{icon.get('left', 0)} {icon.get('top', 0)} {width} {height}"
-        name = _RESPELT.get(name, name)
+        if (name := _RESPELT.get(name, name)) in left_out:
+            continue
         icons.setdefault(name, Icon(name, style, svg(icon["body"], box)))
     return [icons[name] for name in sorted(icons)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ditpack.demo_model.train.batched_text import encode_pictures, encode_text
 from ditpack.demo_model.train.optimiser import Optimiser
 from ditpack.demo_model.train.pool import Entries, Layouts, Pool
 
+_HIDDEN = re.compile(r"(^|\.)(transformer_blocks|layers|blocks)\.")  # what Muon is for: not what reads or writes
 _DROPPED = 0.1  # of the texts, for guidance
 _TRIALS = 8  # steps that a compiled block is tried on
 _RECOMPILES = 64
@@ -38,8 +40,15 @@ class DitStage:
     ) -> None:
         self._dit, self._text_encoder, self._pool, self._paint = dit, text_encoder, pool, paint
         self._batch_size, self._refill, self._refill_every = batch_size, refill, refill_every
+        named = [*dit.named_parameters(), *text_encoder.model.named_parameters()]
+        hidden = {name: weight for name, weight in named if weight.dim() == 2 and _HIDDEN.search(name)}
         self._optimiser = Optimiser(
-            [*dit.parameters(), *text_encoder.model.parameters()], 1e-3, weight_decay=0.01, average=0.9995
+            [weight for name, weight in named if name not in hidden],
+            1e-3,
+            weight_decay=0.01,
+            average=0.9995,
+            matrices=hidden.values(),
+            matrix_rate=3e-3,
         )
         self._device = next(dit.parameters()).device
         self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block

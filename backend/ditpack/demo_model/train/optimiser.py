@@ -1,4 +1,4 @@
-"""AdamW with a schedule by the clock and an average of the weights; nothing in it reads the device."""
+"""AdamW and Muon with a schedule by the clock and an average of the weights; nothing in it reads the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ _CONSTANT = 0.4  # of the time; then the learning rate falls to 0 in a line
 
 
 class Optimiser:
-    """``average``: how much of the averaged weights stays at each step."""
+    """``average``: how much of the averaged weights stays at each step.
+
+    ``matrices``, kernels of convolutions too, are trained by Muon (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon), at ``matrix_rate`` in the units of AdamW's rate (Liu et al. 2025,
+    arXiv:2502.16982); ``parameters``, all the others, by AdamW.
+    """
 
     def __init__(
         self,
@@ -23,14 +28,26 @@ class Optimiser:
         learning_rate: float,
         weight_decay: float = 0.0,
         average: float = 0.999,
+        matrices: Iterable[nn.Parameter] = (),
+        matrix_rate: float = 0.0,
     ) -> None:
-        self._parameters = list(parameters)
-        self._learning_rate = learning_rate
+        others, self._matrices = list(parameters), list(matrices)
+        self._parameters = [*others, *self._matrices]
         self._average = average
-        fused = self._parameters[0].device.type == "cuda"
-        self._adam = torch.optim.AdamW(
-            self._parameters, lr=learning_rate, betas=(0.9, 0.99), weight_decay=weight_decay, fused=fused
+        adam = torch.optim.AdamW(
+            others,
+            lr=learning_rate,
+            betas=(0.9, 0.99),
+            weight_decay=weight_decay,
+            fused=self._parameters[0].device.type == "cuda",
         )
+        self._rates: list[tuple[torch.optim.Optimizer, float]] = [(adam, learning_rate)]
+        self._views = [nn.Parameter(_as_matrix(weight, weight)) for weight in self._matrices]
+        if self._views:
+            muon = torch.optim.Muon(
+                self._views, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            self._rates.append((muon, matrix_rate))
         self._averaged = [parameter.detach().clone() for parameter in self._parameters]
         self.steps = 0
 
@@ -38,12 +55,17 @@ class Optimiser:
         """One step down ``loss``; ``progress`` is the share of the time that is over, 0 … 1."""
         warm = min(1.0, (self.steps + 1) / _WARM_UP)
         fallen = min(1.0, max(0.0, (1 - progress) / (1 - _CONSTANT)))
-        for group in self._adam.param_groups:
-            group["lr"] = self._learning_rate * warm * fallen
-        self._adam.zero_grad(set_to_none=True)
+        for optimiser, rate in self._rates:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * warm * fallen
+        for parameter in self._parameters:
+            parameter.grad = None
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, _CLIP)
-        self._adam.step()
+        for view, weight in zip(self._views, self._matrices, strict=True):
+            view.grad = None if weight.grad is None else _as_matrix(weight.grad, weight)
+        for optimiser, _ in self._rates:
+            optimiser.step()
         self.steps += 1
         # Young averages forget faster, or the first weights would stay in them.
         keep = min(self._average, (self.steps + 1) / (self.steps + 20))
@@ -65,10 +87,12 @@ class Optimiser:
         self._set(self._averaged)
 
     def state(self) -> dict[str, Any]:
-        return {"adam": self._adam.state_dict(), "averaged": self._averaged, "steps": self.steps}
+        moments = [optimiser.state_dict() for optimiser, _ in self._rates]
+        return {"moments": moments, "averaged": self._averaged, "steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._adam.load_state_dict(state["adam"])
+        for (optimiser, _), moments in zip(self._rates, state["moments"], strict=True):
+            optimiser.load_state_dict(moments)
         with torch.no_grad():
             torch._foreach_copy_(self._averaged, state["averaged"])
         self.steps = state["steps"]
@@ -76,3 +100,13 @@ class Optimiser:
     @torch.no_grad()
     def _set(self, values: list[Tensor]) -> None:
         torch._foreach_copy_([parameter.data for parameter in self._parameters], values)
+
+
+def _as_matrix(values: Tensor, weight: Tensor) -> Tensor:
+    """``values``, of a linear layer or a 2-D convolution, as a matrix; ``weight`` itself without a copy.
+
+    The order of its columns, which Muon does not care about, is that of ``weight`` in memory.
+    """
+    if weight.is_contiguous():
+        return values.detach().reshape(len(values), -1)
+    return values.detach().permute(0, 2, 3, 1).reshape(len(values), -1)  # channels_last

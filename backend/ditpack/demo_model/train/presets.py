@@ -67,11 +67,11 @@ REAL = Preset(
     default_side=128,
     reference_side=128,
     condition_side=96,
-    shares=(0.08, 0.32, 0.60),
+    shares=(0.07, 0.36, 0.57),
     judge_batch=512,
     vae_batch=128,
     dit_batch=1024,
-    pool=200_000,
+    pool=160_000,
     refill=512,
     refill_every=50,
 )  # fmt: skip

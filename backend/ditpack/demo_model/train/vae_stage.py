@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from ditpack.demo_model.train.still_vae import StillVae
 
 _PREPARED = 192  # batches of layouts; the icons in them are drawn anew every time
 _KL = 1e-5
+_HIDDEN = re.compile(
+    r"\.(down_blocks|mid_block|up_blocks)\..*weight$"
+)  # what Muon is for: not what reads or writes pictures
 
 
 class VaeStage:
@@ -34,7 +38,15 @@ class VaeStage:
         self._scenes, self._sprites = scenes, sprites
         self._device = sprites.mips[0].device
         self._random = np.random.default_rng(3)
-        self._optimiser = Optimiser(self.still.parameters(), 1e-3, average=0.999)
+        named = list(self.still.named_parameters())
+        hidden = {name: weight for name, weight in named if _HIDDEN.search(name)}
+        self._optimiser = Optimiser(
+            [weight for name, weight in named if name not in hidden],
+            1e-3,
+            average=0.999,
+            matrices=hidden.values(),
+            matrix_rate=3e-3,
+        )
         self._prepared = self._prepare(sizes, batch_size)
         self._last = torch.zeros((), device=self._device)
 
@@ -63,7 +75,7 @@ class VaeStage:
         coarse = F.avg_pool2d(error, 4).abs().mean()
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         # The absolute error keeps flat areas clean, the squared one is what PSNR counts, the gradients hold the edges.
-        loss = error.abs().mean() + 5 * squared + 0.5 * (across.abs().mean() + down.abs().mean()) + 0.5 * coarse
+        loss = error.abs().mean() + 10 * squared + 0.5 * (across.abs().mean() + down.abs().mean()) + 0.5 * coarse
         return loss + _KL * kl, squared.detach()
 
     def figures(self) -> dict[str, float]:
