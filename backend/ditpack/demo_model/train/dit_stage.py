@@ -48,7 +48,7 @@ class DitStage:
             weight_decay=0.01,
             average=0.9995,
             matrices=hidden.values(),
-            matrix_rate=3e-3,
+            matrix_rate=5e-3,
         )
         self._device = next(dit.parameters()).device
         self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block
