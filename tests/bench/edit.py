@@ -1,7 +1,7 @@
 """One denoising step of four edits: ours, packed, against diffusers one after the other, same weights, same run.
 
     python tests/bench/edit.py --out tests/bench/results/edit.h200.json    # full-size Qwen-Image-Edit, random weights
-    python tests/bench/edit.py --layers 2 --heads 4 --side 128             # anywhere
+    python tests/bench/edit.py --layers 2 --heads 4 --sides 128            # anywhere
 
 Prints ms, the ratio, TFLOP/s by the rows' own lengths squared, the share of the floor, and how far the two are apart.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ditpack.attention import select_attention
 from ditpack.models.editing import scaled
+from ditpack.models.quantized import quantize_blocks
 from ditpack.models.qwen_image import QwenImageConfig
 from ditpack.request import Reference
 from ditpack.sampling.guidance import true_cfg
@@ -36,6 +38,7 @@ MIXES: dict[str, list[tuple[float, ...]]] = {
 }
 # What the checkpoints differ in: Qwen-Image-Edit-2511 has zero_cond_t, those before it have not.
 CHECKPOINTS = {"2509": False, "2511": True}
+IMPLS = ("ditpack", "ditpack-fp8")
 PROMPT_TOKENS, NEGATIVE_TOKENS = 40, 6
 SCALE = 4.0
 
@@ -67,7 +70,7 @@ def main() -> None:
     heads = (config.num_attention_heads, config.attention_head_dim)
     attention = select_attention(options.attention, device, dtype, *heads)
     ceilings = machine.ceilings(attention, *heads, device)
-    details = {"attention": attention.name, "layers": options.layers, "side": options.side, "ceilings": ceilings}
+    details = {"attention": attention.name, "layers": options.layers, "ceilings": ceilings}
     meta = machine.meta() | details
     print(json.dumps(meta, indent=1), flush=True)
 
@@ -76,24 +79,30 @@ def main() -> None:
         zero_cond_t = CHECKPOINTS[checkpoint]
         for module in (theirs, *theirs.transformer_blocks):
             module.zero_cond_t = zero_cond_t
-        sampler = build_sampler(replace(config, zero_cond_t=zero_cond_t), theirs, attention, options)
-        for mix in options.mixes:
-            for guided in options.guidance:
-                cases = make_cases(MIXES[mix], options.side, guided, config, device, dtype)
-                record = {"checkpoint": checkpoint, "mix": mix, "guidance": SCALE if guided else 1.0}
-                record |= measure(theirs, sampler, cases, config, ceilings, options.repeats)
-                records.append(record)
-                print("  ".join(f"{key} {value}" for key, value in record.items()), flush=True)
-                if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
+        samplers = {}
+        for impl in options.impls:
+            samplers[impl] = build_sampler(replace(config, zero_cond_t=zero_cond_t), theirs, attention, options)
+            if impl == "ditpack-fp8":
+                quantize_blocks(samplers[impl].transformer.transformer_blocks)
+        for side, mix, guided in product(options.sides, options.mixes, options.guidance):
+            cases = make_cases(MIXES[mix], side, guided, config, device, dtype)
+            record = {"checkpoint": checkpoint, "side": side, "mix": mix, "guidance": SCALE if guided else 1.0}
+            for found in measure(theirs, samplers, cases, config, ceilings, options.repeats):
+                records.append(record | found)
+                print("  ".join(f"{key} {value}" for key, value in records[-1].items()), flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--heads", type=int, default=24)
-    parser.add_argument("--side", type=int, default=1024, help="images have about this number of pixels, squared")
+    parser.add_argument(
+        "--sides", type=int, nargs="+", default=[512, 1024], help="images have about this number of pixels, squared"
+    )
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["mixed"])
     parser.add_argument("--checkpoints", nargs="+", choices=CHECKPOINTS, default=list(CHECKPOINTS))
     parser.add_argument(
@@ -138,34 +147,37 @@ def make_cases(
 @torch.inference_mode()
 def measure(
     theirs: QwenImageTransformer2DModel,
-    sampler: QwenImageSampler,
+    samplers: Mapping[str, QwenImageSampler],
     cases: list[Case],
     config: QwenImageConfig,
     ceilings: dict[str, float],
     repeats: int,
-) -> dict[str, Any]:
-    packed = ditpack(sampler, cases)
+) -> Iterator[dict[str, Any]]:
+    """A record of each sampler, all beside the same run of diffusers."""
     serial_ms = machine.milliseconds(lambda: serial(theirs, cases), repeats)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    packed_ms = machine.milliseconds(packed, repeats, warmup=3)
+    expected = serial(theirs, cases)
     linear, attention = flops(cases, config)
     floor = linear / ceilings["matmul_tflops"] + attention / ceilings["attention_tflops"]
-    expected = serial(theirs, cases)
-    apart = max(
-        float((o.float() - e.float()).norm() / e.float().norm()) for o, e in zip(packed(), expected, strict=True)
-    )
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    return {
-        "tokens": sum(len(case.image) + len(text) for case in cases for text in case.texts),
-        "diffusers_ms": round(serial_ms, 3),
-        "ditpack_ms": round(packed_ms, 3),
-        "ratio": round(serial_ms / packed_ms, 3),
-        "tflops": round((linear + attention) / packed_ms / 1e9, 1),
-        "floor_share": round(floor / 1e9 / packed_ms, 4),
-        "apart": float(f"{apart:.3g}"),
-        "peak_gib": peak and round(peak, 2),
-    }
+    for impl, sampler in samplers.items():
+        packed = ditpack(sampler, cases)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        packed_ms = machine.milliseconds(packed, repeats, warmup=3)
+        apart = max(
+            float((o.float() - e.float()).norm() / e.float().norm()) for o, e in zip(packed(), expected, strict=True)
+        )
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        yield {
+            "impl": impl,
+            "tokens": sum(len(case.image) + len(text) for case in cases for text in case.texts),
+            "diffusers_ms": round(serial_ms, 3),
+            "ditpack_ms": round(packed_ms, 3),
+            "ratio": round(serial_ms / packed_ms, 3),
+            "tflops": round((linear + attention) / packed_ms / 1e9, 1),
+            "floor_share": round(floor / 1e9 / packed_ms, 4),
+            "apart": float(f"{apart:.3g}"),
+            "peak_gib": peak and round(peak, 2),
+        }
 
 
 def serial(model: QwenImageTransformer2DModel, cases: list[Case]) -> list[Tensor]:
