@@ -11,7 +11,6 @@ the implementations in turn. Then whole images are compared with those of one GP
     segment    tokens sharded, padding as a segment of its own
     masked     tokens sharded, padding masked: unpad, attend, pad in every layer
     unmasked   tokens sharded, padding attended to
-    overlap    segment, the exchange of one half of the heads beside attention to the other
     divisible  segment, with as much text as makes padding superfluous
     local      segment without its collectives (results are wrong): what is left is computation
     rows       whole rows sharded
@@ -43,7 +42,7 @@ from ditpack.parallel.ulysses import Ulysses, check_degree
 from ditpack.sampling.flow_match import FlowMatchSchedule
 from ditpack.sampling.qwen_image import Conditioning, Denoising, Pack, QwenImageSampler
 
-IMPLS = ("single", "segment", "overlap", "masked", "unmasked", "divisible", "local", "rows")
+IMPLS = ("single", "segment", "masked", "unmasked", "divisible", "local", "rows")
 SIZES = ("1328x1328", "1472x1104", "1584x1056", "2048x2048")
 TEXT_TOKENS = {"off": (40,), "on": (40, 6)}  # the negative prompt is the shorter one, as in life
 STEPS = 50
@@ -187,7 +186,7 @@ class Bench:
         mode = impl if impl in ("masked", "unmasked") else "segment"
 
         def transform(model: QwenImageTransformer) -> None:
-            exchange = Ulysses(model, group, mode, overlap=impl == "overlap").exchange
+            exchange = Ulysses(model, group, mode).exchange
             if impl == "local":
                 exchange.all_to_all = Stay()
 
@@ -250,7 +249,7 @@ class Bench:
                 record["collectives_share"] = round(1 - times["local"] / times["segment"], 4)
             if impl in changes and "single" in changes:
                 record |= sp_quality.difference(changes[impl], changes["single"])
-            if self.device.type == "cuda" and impl in ("single", "segment", "overlap", "masked", "rows"):
+            if self.device.type == "cuda" and impl in ("single", "segment", "masked", "rows"):
                 record |= self.profile(impl, timed[impl].step)
             self.records.append(record)
             self.write()
@@ -286,7 +285,7 @@ class Bench:
     def compare_images(self, size: str) -> None:
         """Whole denoisings with guidance, from the same noise, against one GPU's."""
         latents: dict[str, torch.Tensor] = {}
-        for impl in ("single", "segment", "overlap", "masked", "unmasked", "rows"):
+        for impl in ("single", "segment", "masked", "unmasked", "rows"):
             if impl not in self.options.impls:
                 continue
             sampler = self.samplers[impl]

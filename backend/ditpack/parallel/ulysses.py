@@ -39,27 +39,17 @@ def check_degree(heads: int, degree: int) -> None:
 class Ulysses:
     """Makes ``transformer``, in place, run sequence-parallel over ``group``, whose ranks all call it alike.
 
-    ``overlap``: exchange and attend to one half of the heads after the other, so that attention to the first hides the
-    exchange of the second; nothing changes where a rank's heads cannot be halved.
-
     Raises:
         ValueError: the transformer's heads cannot be split over the group, or the padding mode is unknown.
     """
 
-    def __init__(
-        self,
-        transformer: QwenImageTransformer,
-        group: dist.ProcessGroup,
-        padding: str = "segment",
-        overlap: bool = False,
-    ) -> None:
+    def __init__(self, transformer: QwenImageTransformer, group: dist.ProcessGroup, padding: str = "segment") -> None:
         config = transformer.config
         check_degree(config.num_attention_heads, dist.get_world_size(group))
         if padding not in PADDING_MODES:
             raise ValueError(f"sp_padding = {padding!r}: must be one of {', '.join(PADDING_MODES)}")
         self.padding = padding
-        halves = overlap and config.num_attention_heads // dist.get_world_size(group) % 2 == 0
-        self.exchange = Exchange(group, config.num_attention_heads, config.attention_head_dim, waves=2 if halves else 1)
+        self.exchange = Exchange(group, config.num_attention_heads, config.attention_head_dim)
         self._warned: set[tuple[int, int]] = set()
         Shared(transformer, group, self._split)
         for module in transformer.modules():
@@ -82,26 +72,26 @@ class Ulysses:
 class Exchange:
     """The two all-to-alls around attention and the memory for them, which all layers use in turn.
 
-    The H heads are in W · P groups of h; rank p attends to the groups p, P + p, … in W waves.
+    The H heads are in P groups of h; rank p attends to group p.
     """
 
-    def __init__(self, group: dist.ProcessGroup, heads: int, head_dim: int, waves: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, heads: int, head_dim: int) -> None:
         self.group = group
-        self._ranks, self._waves = dist.get_world_size(group), waves
-        self._heads, self._head_dim = heads // (self._ranks * waves), head_dim
+        self._ranks = dist.get_world_size(group)
+        self._heads, self._head_dim = heads // self._ranks, head_dim
         self._layout: Layout | None = None  # the pack that the memory was made for
         self._sent = self._received = self._returned = torch.empty(0)
         self._real: Tensor | None = None  # masked: bool [T], False for padding
 
     def allocate(self, like: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Where this rank's queries, keys and values are to be written: [T/P, W · P, h, head_dim] each.
+        """Where this rank's queries, keys and values are to be written: [T/P, P, h, head_dim] each.
 
-        In memory they are [W, P, T/P, 3, h, head_dim]: what one rank is to get lies together, and what all send it is
+        In memory they are [P, T/P, 3, h, head_dim]: what one rank is to get lies together, and what all send it is
         in the flat order. The padding's places hold zeros, because no kernel may meet a NaN there.
         """
         if self._layout is not layout:
             chunk = -(-layout.tokens // self._ranks)
-            groups = (self._waves, self._ranks, chunk)
+            groups = (self._ranks, chunk)
             self._sent = like.new_zeros((*groups, 3, self._heads, self._head_dim))
             self._received = torch.empty_like(self._sent)
             self._returned = like.new_empty((*groups, self._heads * self._head_dim))
@@ -109,28 +99,23 @@ class Exchange:
             if layout.tokens % self._ranks:  # only where padding is no segment
                 self._real = torch.arange(self._ranks * chunk, device=like.device) < layout.tokens
             self._layout = layout
-        q, k, v = self._sent.flatten(0, 1).transpose(0, 1).unbind(2)
+        q, k, v = self._sent.transpose(0, 1).unbind(2)
         return q, k, v
 
     def around(self, attention: VarlenAttention) -> VarlenAttention:
         """``attention`` of this rank's heads over all tokens, read where they were allocated.
 
-        The result is [T/P, W · P, h · head_dim], of all heads and this rank's tokens.
+        The result is [T/P, P, h · head_dim], of all heads and this rank's tokens.
 
         On a GPU only the device waits for an exchange; the host goes on.
         """
 
         def attend(_q: Tensor, _k: Tensor, _v: Tensor, layout: Layout) -> Tensor:
-            coming = [self.all_to_all(*wave) for wave in zip(self._received, self._sent, strict=True)]
-            going = []
-            for arrival, received, returned in zip(coming, self._received, self._returned, strict=True):
-                arrival.wait()
-                q, k, v = received.flatten(0, 1).unbind(1)  # [T, h, head_dim] each
-                out = attention(q, k, v, layout) if self._real is None else self._masked(attention, q, k, v, layout)
-                going.append(self.all_to_all(returned, out.reshape(returned.shape)))
-            for arrival in going:
-                arrival.wait()
-            return self._returned.flatten(0, 1).transpose(0, 1)
+            self.all_to_all(self._received, self._sent).wait()
+            q, k, v = self._received.flatten(0, 1).unbind(1)  # [T, h, head_dim] each
+            out = attention(q, k, v, layout) if self._real is None else self._masked(attention, q, k, v, layout)
+            self.all_to_all(self._returned, out.reshape(self._returned.shape)).wait()
+            return self._returned.transpose(0, 1)
 
         return attend
 
