@@ -6,7 +6,7 @@ right. Attention is causal, so the padding needs no mask, and what all rows begi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,29 @@ def text_layout(
     )
 
 
-def encode_text(model: Any, ids: Tensor, layout: TextLayout, features: Tensor | None) -> Tensor:
+def text_layer(layer: Any, prefix: Tensor, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """One layer over what all rows begin with, [1, P, width], and over the rows [B, L, width]; ``mask`` [L, P + L]."""
+    before = prefix.shape[1]
+    queries, keys, values = _heads(layer, prefix, cos[:before], sin[:before])
+    ours, own_keys, own_values = _heads(layer, x, cos[before:], sin[before:])
+    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    prefix = _finish(layer, prefix, attended)
+    own_keys = torch.cat((keys.expand(len(x), -1, -1, -1), own_keys), dim=2)
+    own_values = torch.cat((values.expand(len(x), -1, -1, -1), own_values), dim=2)
+    return prefix, _finish(layer, x, F.scaled_dot_product_attention(ours, own_keys, own_values, attn_mask=mask))
+
+
+def encode_text(
+    model: Any,
+    ids: Tensor,
+    layout: TextLayout,
+    features: Tensor | None,
+    run_layer: Callable[..., tuple[Tensor, Tensor]] = text_layer,
+) -> Tensor:
     """``ids`` int64 [B, L], ``features`` [B, n, width] of the pictures → hidden states [B, L, width].
 
-    ``model`` is a ``Qwen2_5_VLTextModel``. Equals ``TextEncoder.encode`` on each row's real tokens.
+    ``model`` is a ``Qwen2_5_VLTextModel``. Equals ``TextEncoder.encode`` on each row's real tokens. ``run_layer``:
+    ``text_layer``, maybe compiled.
     """
     x = model.embed_tokens(ids)
     if features is not None:
@@ -63,13 +82,7 @@ def encode_text(model: Any, ids: Tensor, layout: TextLayout, features: Tensor | 
     place = torch.arange(before + length, device=x.device)
     mask = place[None, :] <= place[before:, None]
     for layer in model.layers:
-        queries, keys, values = _heads(layer, prefix, layout.cos[:before], layout.sin[:before])
-        ours, own_keys, own_values = _heads(layer, x, layout.cos[before:], layout.sin[before:])
-        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        prefix = _finish(layer, prefix, attended)
-        own_keys = torch.cat((keys.expand(len(x), -1, -1, -1), own_keys), dim=2)
-        own_values = torch.cat((values.expand(len(x), -1, -1, -1), own_values), dim=2)
-        x = _finish(layer, x, F.scaled_dot_product_attention(ours, own_keys, own_values, attn_mask=mask))
+        prefix, x = run_layer(layer, prefix, x, layout.cos, layout.sin, mask)
     return rms(x, model.norm)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ditpack.demo_model.train.batched_dit import dual_block, velocity
-from ditpack.demo_model.train.batched_text import encode_pictures, encode_text
+from ditpack.demo_model.train.batched_text import encode_pictures, encode_text, text_layer
 from ditpack.demo_model.train.optimiser import Optimiser
 from ditpack.demo_model.train.pool import Entries, Layouts, Pool
 
@@ -52,17 +52,20 @@ class DitStage:
         )
         self._device = next(dit.parameters()).device
         self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block
+        self._run_layer: Callable[..., tuple[Tensor, Tensor]] = text_layer
         self.problem = self._compile() if compile_blocks else None
         self._last = torch.zeros((), device=self._device)
         self._seen = 0
 
     def _compile(self) -> str | None:
-        """Compile the blocks and try them, there and back, on a few shapes; say why, where that does not work.
+        """Compile blocks and layers and try them, there and back, on a few shapes; say why, where that does not work.
 
-        One block for all: the compiler takes the weights of each as inputs, so it has one thing to compile.
+        One block for all: the compiler takes the weights of each as inputs, so it has one thing to compile. So with
+        the layers of the text encoder.
         """
         torch._dynamo.config.recompile_limit = _RECOMPILES  # type: ignore[attr-defined]
         self._run_block = torch.compile(dual_block, dynamic=True)
+        self._run_layer = torch.compile(text_layer, dynamic=True)
         try:
             for _ in range(_TRIALS):
                 shape, entries = self._pool.draw(self._batch_size)
@@ -70,7 +73,7 @@ class DitStage:
                 with torch.autocast(self._device.type, torch.bfloat16):
                     self._loss(layouts, *self._noised(entries, layouts)).backward()
         except Exception as error:  # a compiler can fail in any way, and none of them may end the training
-            self._run_block = dual_block
+            self._run_block, self._run_layer = dual_block, text_layer
             return f"{type(error).__name__}: {str(error)[:300]}"
         return None
 
@@ -118,7 +121,7 @@ class DitStage:
             features = (
                 encode_pictures(model.visual, patches, *layouts.rotary).unflatten(0, pictures.shape[:2]).flatten(1, 2)
             )
-        text = encode_text(model.language_model, ids, layouts.text, features)
+        text = encode_text(model.language_model, ids, layouts.text, features, self._run_layer)
         predicted = velocity(self._dit, image, text, lengths, sigmas, layouts.dit, self._run_block)[
             :, : wanted.shape[1]
         ]

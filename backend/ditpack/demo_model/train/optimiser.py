@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ditpack.demo_model.train.muon import Muon
+
 _CLIP = 1.0  # of the gradients' norm
 _WARM_UP = 200  # steps
 _CONSTANT = 0.4  # of the time; then the learning rate falls to 0 in a line
@@ -17,9 +19,8 @@ _CONSTANT = 0.4  # of the time; then the learning rate falls to 0 in a line
 class Optimiser:
     """``average``: how much of the averaged weights stays at each step.
 
-    ``matrices``, kernels of convolutions too, are trained by Muon (Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon), at ``matrix_rate`` in the units of AdamW's rate (Liu et al. 2025,
-    arXiv:2502.16982); ``parameters``, all the others, by AdamW.
+    ``matrices``, kernels of convolutions too, are trained by Muon at ``matrix_rate``, which is in the units of AdamW's;
+    ``parameters``, all the others, by AdamW.
     """
 
     def __init__(
@@ -44,9 +45,7 @@ class Optimiser:
         self._rates: list[tuple[torch.optim.Optimizer, float]] = [(adam, learning_rate)]
         self._views = [nn.Parameter(_as_matrix(weight, weight)) for weight in self._matrices]
         if self._views:
-            muon = torch.optim.Muon(
-                self._views, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            muon = Muon(self._views, matrix_rate, weight_decay)
             self._rates.append((muon, matrix_rate))
         self._averaged = [parameter.detach().clone() for parameter in self._parameters]
         self.steps = 0

@@ -44,13 +44,13 @@ class Preset:
 
 
 REAL = Preset(
-    layers=5,
+    layers=6,
     heads=4,
     head_dim=64,
     axes=(8, 28, 28),
     text=(192, 2, 3, 1, 512, 4096),
     vision=(64, 2, 2, 128),
-    vae=(32, (1, 2, 3, 3), 1),
+    vae=(24, (1, 2, 3, 3), 1),
     judge_width=48,
     sprite_side=256,
     text_shapes={
@@ -67,13 +67,13 @@ REAL = Preset(
     default_side=128,
     reference_side=128,
     condition_side=96,
-    shares=(0.07, 0.36, 0.57),
+    shares=(0.06, 0.20, 0.74),
     judge_batch=512,
     vae_batch=128,
     dit_batch=1024,
-    pool=160_000,
+    pool=120_000,
     refill=512,
-    refill_every=50,
+    refill_every=100,
 )  # fmt: skip
 
 # Everything there is, as small as it goes: for the tests, and to see on a laptop whether it runs.

@@ -70,7 +70,7 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
     if options.until == JudgeStage.name:
         return
 
-    # The usual sizes: each costs a search for the fastest convolutions, and teaches the VAE what the others do.
+    # The usual sizes: the others would teach the VAE nothing more.
     sizes = list(preset.text_shapes)
     usual = [size for size in sizes if preset.text_shapes[size] >= 1]
     vae_stage = VaeStage(build_vae(preset), scenes, sprites, usual, preset.vae_batch)
@@ -98,7 +98,6 @@ def _set_up(device: torch.device) -> None:
         library.disable_progress_bar()
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
 
 
 def _judge(loop: Loop, scenes: SceneMaker, sprites: Sprites, options: Options, minutes: float) -> dict[str, float]:
