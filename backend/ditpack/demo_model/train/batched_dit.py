@@ -73,7 +73,8 @@ def velocity(
     text_tokens = text.shape[1]
     place = torch.arange(text_tokens + image.shape[1], device=image.device)
     mask = ((place < keep[:, None]) | (place >= text_tokens))[:, None, None, :]
-    x, y = dit.img_in(image), dit.txt_in(_rms(text, dit.txt_norm.weight))
+    # Copies: a compiler would make one thing of a block on views, as linear layers leave them, and one of the others.
+    x, y = dit.img_in(image).clone(), dit.txt_in(_rms(text, dit.txt_norm.weight)).clone()
     for block in dit.transformer_blocks:
         x, y = run_block(block, x, y, temb, mask, layout)
     scale, shift = dit.norm_out.linear(temb).chunk(2, dim=-1)

@@ -77,7 +77,7 @@ def encode_text(
     x = model.embed_tokens(ids)
     if features is not None:
         x = x.index_copy(1, layout.pictures, features.to(x.dtype))
-    prefix = model.embed_tokens(layout.prefix)[None]
+    prefix = model.embed_tokens(layout.prefix)[None].clone()  # no view, as for the layers that follow
     before, length = prefix.shape[1], x.shape[1]
     place = torch.arange(before + length, device=x.device)
     mask = place[None, :] <= place[before:, None]

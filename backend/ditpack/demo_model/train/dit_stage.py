@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as symbolic_shapes
 
 from ditpack.demo_model.train.batched_dit import dual_block, velocity
 from ditpack.demo_model.train.batched_text import encode_pictures, encode_text, text_layer
@@ -64,6 +65,7 @@ class DitStage:
         the layers of the text encoder.
         """
         torch._dynamo.config.recompile_limit = _RECOMPILES  # type: ignore[attr-defined]
+        symbolic_shapes.use_duck_shape = False  # type: ignore[attr-defined]  # two lengths may be equal by accident
         self._run_block = torch.compile(dual_block, dynamic=True)
         self._run_layer = torch.compile(text_layer, dynamic=True)
         try:
