@@ -46,7 +46,7 @@ def main(
     ] = PresetName.REAL,
     minutes: Annotated[
         float, typer.Option(min=0.01, help="For all of the training; filling the pools comes on top.")
-    ] = 21,
+    ] = 20.5,
     until: Annotated[
         StageName, typer.Option(help="Stop after this stage; with --resume another machine goes on, from the *.pt.")
     ] = StageName.DIT,
@@ -72,7 +72,7 @@ def main(
         until=until,
         compile=compile_ and device.startswith("cuda"),
         save_minutes=save_minutes,
-        command=f"python -m ditpack.demo_model.train {out} --preset {preset} --minutes {minutes:g}",
+        command=f"python -m ditpack.demo_model.train OUT --preset {preset} --minutes {minutes:g}",
     )
     try:
         train(shape_icons() if preset == "smoke" else published_icons(icons), options, console)
