@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_tools import Caller, serving
+from server_tools import NARROW_QUEUE, Caller, edited_repository, parameter, serving
 
 from ditpack.tritonserver.launch import TritonServer
 
@@ -30,6 +30,16 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def edit_server(tiny_edit_2509_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """One with a checkpoint that edits; shared and idle likewise."""
     with serving(tiny_edit_2509_checkpoint, tmp_path_factory.mktemp("edit-server") / "tritonserver.log") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def narrow(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """One request at a time takes steps, NARROW_QUEUE wait; shared and idle likewise."""
+    directory = tmp_path_factory.mktemp("narrow")
+    edits = [parameter("max_queue_size", str(NARROW_QUEUE)), parameter("token_budget", "64")]
+    repository = edited_repository(directory / "model_repository", {"dit": edits})
+    with serving(tiny_checkpoint, directory / "tritonserver.log", repository) as started:
         yield started
 
 

@@ -6,13 +6,15 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +28,11 @@ from ditpack.tritonserver.launch.repository import find_repository
 
 TIMEOUT = 60.0  # seconds; the longest that any one call may take
 READY_TIMEOUT = 120.0
+NARROW_QUEUE = 4  # requests that wait in the server of the fixture narrow
 # CI sets it by way of `make test`: there a server that cannot start is a failure, not a reason to skip.
 REQUIRE_SERVER = "DITPACK_TESTS_REQUIRE_SERVER"
 SHARED_MEMORY = Path("/dev/shm")
+PROBE = [sys.executable, "-c", "from ditpack.cli.app import main; main()", "probe"]
 
 DTYPES: dict[str, Any] = {
     "PROMPT": np.object_,
@@ -160,6 +164,19 @@ def metric(server: TritonServer, name: str, **labels: str) -> float:
 def outcomes(server: TritonServer) -> dict[str, int]:
     names = ("ok", "invalid", "cancelled", "deadline", "unavailable", "failed")
     return {name: int(metric(server, "ditpack_requests_total", outcome=name)) for name in names}
+
+
+class Ports(Protocol):
+    http_port: int
+    metrics_port: int
+
+
+def probe(server: Ports, question: str, seconds: float = 20) -> tuple[int, str]:
+    """Exit code and errors of ``ditpack probe``, as a container runs it."""
+    arguments = [question, "--seconds", str(seconds), "--interval", "0.1"]
+    arguments += ["--port", str(server.http_port), "--metrics-port", str(server.metrics_port)]
+    done = subprocess.run([*PROBE, *arguments], capture_output=True, text=True, timeout=TIMEOUT)
+    return done.returncode, done.stderr
 
 
 def load(server: TritonServer) -> tuple[int, int]:

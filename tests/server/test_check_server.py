@@ -35,7 +35,7 @@ pytestmark = pytest.mark.server
 
 
 _PREFIX = "mistake_"
-# The steps of the ensembles have their real configs and load nothing, so that an ensemble loads in no time.
+# In a model that Triton shall load, so that it loads in no time: its config is the real one, but nothing is behind it.
 _EMPTY_DOOR = "class TritonPythonModel:\n    def execute(self, requests):\n        raise NotImplementedError\n"
 
 
@@ -122,6 +122,8 @@ def test_the_server_refuses_it_too(loader: Loader, mistake: Mistake) -> None:
     name = _PREFIX + "".join(letter if letter.isalnum() else "_" for letter in mistake.name)
     directory = loader.repository / name
     shutil.copytree(find_repository(None) / mistake.model, directory)
+    if mistake.refused is None and mistake.file == "config.pbtxt" and (door := directory / "1" / "model.py").exists():
+        door.write_text(_EMPTY_DOOR)
     mistake.make(directory)
     answer = loader.load(name)
     shutil.rmtree(directory)
@@ -145,7 +147,7 @@ def test_the_server_loads_rewired_ensembles(loader: Loader, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_server_loads_other_batching(loader: Loader, seed: int) -> None:
     directory = loader.repository / f"rebatched_{seed}"
-    shutil.copytree(find_repository(None) / "prepare", directory)
+    shutil.copytree(loader.repository / "prepare", directory)
     config = read(directory)
     rebatch(config, random.Random(seed))
     write(directory, config)

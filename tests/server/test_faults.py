@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc
-from server_tools import edited_repository, family, parameter, start_time, tensors, wait_until
+from server_tools import edited_repository, family, parameter, probe, start_time, tensors, wait_until
 from tritonclient.utils import InferenceServerException
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
@@ -197,7 +197,11 @@ def test_an_engine_that_raises_answers_everybody_and_ends_the_server(
 def test_without_the_watchdog_it_stays_and_the_probe_says_what_is_wrong(serve: Callable[..., Serve]) -> None:
     served = serve("--no-watchdog")
     os.kill(served.stub("dit"), signal.SIGKILL)
-    time.sleep(3)
+    time.sleep(0.5)
+    assert probe(served, "ready") == (0, ""), "if Triton itself says so, ditpack probe need not ask for a picture"
+    code, message = probe(served, "alive", seconds=3)  # longer than a watchdog would look away
+    assert code == 1
+    assert "no picture and no step" in message
     assert served.process.poll() is None
     connection = http.client.HTTPConnection("127.0.0.1", served.http_port, timeout=30)
     connection.request("POST", "/v2/models/control/generate", json.dumps({"ACTION": "status"}))

@@ -6,22 +6,11 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tritonclient.grpc
-from server_tools import (
-    TIMEOUT,
-    Caller,
-    code,
-    edited_repository,
-    load,
-    parameter,
-    serving,
-    tensors,
-    wait_until,
-)
+from server_tools import NARROW_QUEUE, TIMEOUT, Caller, code, load, tensors, wait_until
 from stages import dit_inputs
 from tritonclient.utils import InferenceServerException
 
@@ -29,7 +18,6 @@ from ditpack.tritonserver.launch import TritonServer
 
 pytestmark = pytest.mark.server
 
-QUEUE = 4
 STORM = 8.0  # seconds; the crash came within them in most runs
 SOON = 5.0  # seconds; a refusal needs no work, a blocker would take far longer
 SMALL = {"PROMPT": "a red kite", "WIDTH": 32, "HEIGHT": 32, "NUM_INFERENCE_STEPS": 2, "SEED": 1}
@@ -42,16 +30,6 @@ KINDS = {
     "usual": MEDIUM,
     "urgent": MEDIUM | {"PRIORITY": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def narrow(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """One request at a time takes steps, QUEUE wait."""
-    directory = tmp_path_factory.mktemp("narrow")
-    edits = [parameter("max_queue_size", str(QUEUE)), parameter("token_budget", "64")]
-    repository = edited_repository(directory / "model_repository", {"dit": edits})
-    with serving(tiny_checkpoint, directory / "tritonserver.log", repository) as started:
-        yield started
 
 
 class Calls:
@@ -79,7 +57,7 @@ class Calls:
     def wait_for(self, *names: str) -> None:
         wait_until(f"answers for {names}", lambda: all(name in self.answers for name in names))
 
-    def block(self, queue: int = QUEUE) -> None:
+    def block(self, queue: int = NARROW_QUEUE) -> None:
         """Occupy the engine and let ``queue`` wait."""
         self.send("running", "large")
         wait_until("one is running", lambda: load(self.server) == (1, 0))
@@ -135,12 +113,12 @@ def test_a_full_server_refuses_at_once_and_recovers(narrow: TritonServer, calls:
                 caller.infer(values, model=model)
             assert time.monotonic() - started < SOON
             assert code(caught.value) == "UNAVAILABLE"
-            assert f"full: {QUEUE} requests wait, max_queue_size is {QUEUE}" in str(caught.value)
+            assert f"full: {NARROW_QUEUE} requests wait, max_queue_size is {NARROW_QUEUE}" in str(caught.value)
         caller.close()
     assert not calls.answers, "those that were taken are still being served"
 
     # Room again: a new request gets its picture.
-    calls.cancel("running", *(f"queued {index}" for index in range(QUEUE)))
+    calls.cancel("running", *(f"queued {index}" for index in range(NARROW_QUEUE)))
     calls.settle()
     for protocol in ("http", "grpc"):
         caller = Caller(narrow, protocol)
@@ -151,7 +129,7 @@ def test_a_full_server_refuses_at_once_and_recovers(narrow: TritonServer, calls:
 def test_those_in_the_queue_are_served_in_the_end(calls: Calls) -> None:
     """Back-pressure loses nobody: whoever was queued while the engine was full gets an answer."""
     calls.block(queue=0)
-    names = [f"queued {index}" for index in range(QUEUE)]
+    names = [f"queued {index}" for index in range(NARROW_QUEUE)]
     for name in names:
         calls.send(name, "usual", "qwen_image")
     calls.wait_for(*names)
@@ -190,7 +168,7 @@ def test_cancels_at_every_stage_leave_the_server_alive(narrow: TritonServer, cal
     sent = 0
     until = time.monotonic() + STORM
     while time.monotonic() < until:
-        names = [f"call {sent + index}" for index in range(chance.randint(1, 3 + QUEUE))]
+        names = [f"call {sent + index}" for index in range(chance.randint(1, 3 + NARROW_QUEUE))]
         sent += len(names)
         for name in names:
             calls.send(name, "large")

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_tools import TIMEOUT, edited_repository, load, metric, parameter, serving, wait_until
+from server_tools import NARROW_QUEUE, TIMEOUT, load, metric, wait_until
 
 from ditpack.tritonserver.launch import TritonServer
 from ditpack_client import AsyncClient, Client, Event, Finished, GenerationError, Preview, Queued, Retrying, Step
@@ -154,16 +153,6 @@ def test_ctrl_c(server: TritonServer, url: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.fixture(scope="module")
-def narrow(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """One request in the engine, three waiting."""
-    directory = tmp_path_factory.mktemp("narrow-streams")
-    edits = [parameter("max_queue_size", "3"), parameter("token_budget", "64")]
-    repository = edited_repository(directory / "model_repository", {"dit": edits})
-    with serving(tiny_checkpoint, directory / "tritonserver.log", repository) as started:
-        yield started
-
-
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_full_server_is_tried_again(narrow: TritonServer, protocol: str) -> None:
     ended: list[str] = []
@@ -179,7 +168,7 @@ def test_a_full_server_is_tried_again(narrow: TritonServer, protocol: str) -> No
     async def run() -> None:
         async with AsyncClient(address(narrow, protocol)) as client:
             others = [asyncio.create_task(occupy(client)) for _ in range(8)]
-            while len(ended) < 4:  # what does not fit
+            while len(ended) < 8 - 1 - NARROW_QUEUE:  # what does not fit
                 await asyncio.sleep(0.05)
             async for event in client.stream("a red apple", timeout=TIMEOUT, retries=20, **APPLE):
                 events.append(event)
