@@ -23,8 +23,15 @@ help:
 demo: venv
 	$(BIN)/ditpack demo
 
+# Two processes share the unit tests; the tests of servers, which watch the clock, have the machine to themselves.
+test: export DITPACK_TESTS_REQUIRE_SERVER := 1
 test: lint
-	DITPACK_TESTS_REQUIRE_SERVER=1 $(BIN)/python -m pytest $(TESTS)
+ifeq ($(strip $(TESTS)),)
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/server tests/gpu
+else
+	$(BIN)/python -m pytest $(TESTS)
+endif
 
 lint: venv
 	$(BIN)/ruff check .

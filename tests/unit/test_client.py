@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+import fake_kserve
 import numpy as np
 import pytest
 from fake_kserve import SLOW_S, Painter, serve_grpc, serve_http
@@ -283,7 +284,9 @@ def test_many_at_once_with_asyncio(url: str, painter: Painter) -> None:
     assert seeds(outcomes) == {0: 1, 1: "UNAVAILABLE", **{index: index for index in range(2, 8)}}
 
 
-def test_concurrency_is_a_limit(url: str, painter: Painter) -> None:
+def test_concurrency_is_a_limit(url: str, painter: Painter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_kserve, "SLOW_S", 0.2)
+
     async def run() -> int:
         async with AsyncClient(url) as client:
             return len([one async for one in client.generate_many(REQUESTS[2:], concurrency=2, timeout=20)])

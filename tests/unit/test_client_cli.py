@@ -209,7 +209,7 @@ def test_metrics_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> None
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             for url in (f"http://127.0.0.1:{server.server_port}", f"http://127.0.0.1:{server.server_port}/metrics"):

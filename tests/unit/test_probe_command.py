@@ -43,7 +43,7 @@ def pages() -> dict[str, Any]:
 def port(pages: dict[str, Any]) -> Iterator[int]:
     handler = type("Handler", (Pretender,), {"pages": pages})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield server.server_port
     server.shutdown()

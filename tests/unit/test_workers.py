@@ -26,7 +26,7 @@ from ditpack.parallel.group import CallFailed, WorkersLost
 from ditpack.parallel.sampler import ParallelSampler
 from ditpack.sampling.qwen_image import Conditioning
 
-SILENCE_S = 5.0  # worker_timeout_s of these tests
+SILENCE_S = 3.0  # worker_timeout_s of these tests
 MIX = [
     request(num_inference_steps=4),
     request(seed=2, width=96, num_inference_steps=6, true_cfg_scale=1.0),

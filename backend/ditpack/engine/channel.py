@@ -36,6 +36,7 @@ _WATCHERS = 256  # at a time; what comes on top is not told
 _LONGEST_LINE = 4096  # bytes, of a command
 _LONGEST_ANSWER = 16 * 2**20  # bytes; a preview is a few ten thousand
 _ASK_S = 10.0  # for a short answer
+_POLL_S = 0.1  # the longest that closing waits for the listener to see it
 
 
 def run_directory() -> Path:
@@ -105,7 +106,9 @@ class EngineChannel:
         with _address(self.path) as address:
             self._server = _Server(address, Handler)
         self._file = self.path.stat().st_ino
-        self._thread = threading.Thread(target=self._server.serve_forever, name="ditpack-channel", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="ditpack-channel", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
