@@ -149,12 +149,12 @@ class TestFamilies:
     """``other`` is a checkpoint of a family that no ensemble serves."""
 
     @pytest.fixture
-    def other(self, monkeypatch: pytest.MonkeyPatch) -> str:
+    def other(self, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> str:
         def open_checkpoint(location: str, weights: str) -> Checkpoint:
-            embedded = checkpoint.open_checkpoint("embedded")
+            served = checkpoint.open_checkpoint(tiny_checkpoint)
             if location != "other":
-                return embedded
-            return dataclasses.replace(embedded, path=Path("/models/other"), family="OtherPipeline")
+                return served
+            return dataclasses.replace(served, path=Path("/models/other"), family="OtherPipeline")
 
         monkeypatch.setattr(ditpack_rules, "open_checkpoint", open_checkpoint)
         return "other"

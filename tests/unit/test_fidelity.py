@@ -58,11 +58,18 @@ def test_previews_come_to_look_like_the_picture(painter: Painter) -> None:
         painter.sampler.step(pack)
         previews.append(project(painter.sampler.preview(member)(), colours).numpy())
     final = painter.decoder.decode([painter.sampler.finish(member)()])[0]
-    small = np.asarray(Image.fromarray(final).resize((16, 12), Image.Resampling.BOX))
-    found = [compare(preview, small) for preview in previews]
+    found = [compare(preview, small(final)) for preview in previews]
     assert found[-1]["ssim"] > found[0]["ssim"] + 0.1
     assert found[steps // 2]["ssim"] > 0.95 * found[-1]["ssim"], "half way it shows what it is going to be"
-    assert found[-1]["psnr_db"] > 17, "a linear map of the latents: colours and places, no detail"
+    other = next(painter.paint([Job(JOBS[2].prompt, JOBS[0].size, 3)], steps))[0]
+    mistaken = compare(previews[-1], small(other))
+    assert found[-1]["psnr_db"] > mistaken["psnr_db"] + 5, "a linear map of the latents tells colours and places"
+
+
+def small(picture: Any) -> Any:
+    """A pixel for each of its latent pixels."""
+    height, width = picture.shape[:2]
+    return np.asarray(Image.fromarray(picture).resize((width // 8, height // 8), Image.Resampling.BOX))
 
 
 @pytest.fixture(scope="module")
@@ -83,5 +90,5 @@ def test_two_processes_paint_what_one_paints(ranks: Ranks) -> None:
     for way in ("segment", "rows"):
         assert found[way]["ssim"] > 0.9999
         assert found[way]["psnr_db"] is None or found[way]["psnr_db"] > 60
-    assert found["unmasked"]["psnr_db"] < 55
+    assert found["unmasked"]["rel_err"] > 10 * found["segment"]["rel_err"]
     assert found["unmasked"]["ssim"] < found["segment"]["ssim"]
