@@ -13,7 +13,7 @@ import torch
 from ditpack.demo_model.icons import rasterise
 from ditpack.demo_model.judge import score as scoring
 from ditpack.demo_model.judge.checks import Pixels, place_of
-from ditpack.demo_model.judge.network import SIDE, Judge, letterbox
+from ditpack.demo_model.judge.network import SIDE, Judge, JudgeError, letterbox
 from ditpack.demo_model.judge.score import Eyes, Task, edits, prompts, score
 from ditpack.demo_model.render import draw
 from ditpack.demo_model.scenes import Scene, SceneMaker
@@ -117,6 +117,12 @@ def test_tasks_are_held_out_and_the_same_every_time() -> None:
         assert all(SCENES.held_out(task.scene) for task in tasks)
     assert prompts(SCENES, 5) == prompts(SCENES, 5)
     assert {task.kind for task in edits(SCENES, 2)} == {"background", "add", "remove", "double", "swap", "combine"}
+
+
+def test_icons_that_the_judge_does_not_know_are_refused() -> None:
+    judge = Judge(SCENES.names[1:], ("flat", "glossy"), 8)
+    with pytest.raises(JudgeError, match=f"not trained on 1 of the icons, such as {SCENES.names[0]}"):
+        Eyes(judge, SCENES)
 
 
 def test_an_empty_picture_is_nowhere() -> None:

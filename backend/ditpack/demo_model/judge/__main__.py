@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ditpack.demo_model.icons import Sprites, published_icons, rasterise
 from ditpack.demo_model.judge.checks import Pixels
-from ditpack.demo_model.judge.network import load_judge
+from ditpack.demo_model.judge.network import CHECKOUTS_JUDGE, load_judge
 from ditpack.demo_model.judge.score import Eyes, Task, edits, prompts, score, synonym_prompts
 from ditpack.demo_model.painter import Job, Painter, own_precision
 from ditpack.demo_model.render import draw
@@ -36,7 +36,12 @@ def main(
     checkpoints: Annotated[
         list[str], typer.Argument(help="Directories of checkpoints; embedded is the package's own.")
     ],
-    judge: Annotated[Path, typer.Option(help="What training left as judge.safetensors.")],
+    judge: Annotated[
+        Path,
+        typer.Option(
+            help="What training left as judge.safetensors.", show_default="tests/tools/judge.safetensors of a checkout"
+        ),
+    ] = CHECKOUTS_JUDGE,
     icons: Annotated[Path, typer.Option(help="Where the two npm packages are, or are downloaded to.")] = Path(
         ".cache/icons"
     ),

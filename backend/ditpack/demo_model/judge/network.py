@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ditpack.errors import DitpackError
 
+# Comes with the tests of a checkout; the package is without it.
+CHECKOUTS_JUDGE = Path(__file__).resolve().parents[4] / "tests" / "tools" / "judge.safetensors"
 SIDE = 64  # pixels of the square that it looks at
 MAX_COUNT = 4
 

@@ -11,7 +11,7 @@ import torch
 from ditpack.demo_model.captions import Captions
 from ditpack.demo_model.edits import KINDS, EditMaker
 from ditpack.demo_model.judge.checks import Pixels, background_of, place_of, regions
-from ditpack.demo_model.judge.network import Judge
+from ditpack.demo_model.judge.network import Judge, JudgeError
 from ditpack.demo_model.scenes import Random, Scene, SceneMaker, Size, choice
 from ditpack.demo_model.words import synonyms, with_article
 
@@ -72,6 +72,10 @@ class Eyes:
     """Looks at pictures with a judge. ``scenes`` tells the names of icons."""
 
     def __init__(self, judge: Judge, scenes: SceneMaker) -> None:
+        """Raises JudgeError when there are icons that the judge does not know."""
+        unknown = sorted(set(scenes.names) - set(judge.names))
+        if unknown:
+            raise JudgeError(f"the judge was not trained on {len(unknown)} of the icons, such as {unknown[0]}")
         self._judge, self._scenes = judge, scenes
         self._device = next(judge.parameters()).device
         self._index = {name: place for place, name in enumerate(judge.names)}
