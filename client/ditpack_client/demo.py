@@ -43,16 +43,18 @@ _SCENES = (
     ("four musical notes, glossy style", 128, 128, 21, 5),
     ("a sun above a cloud", 96, 160, 25, 6),
     ("four eggs on a brown background", 128, 128, 12, 2),
-    ("a toolbox on a teal background, glossy style", 144, 112, 14, 3),
+    ("a toolbox on a teal background, glossy style", 128, 128, 14, 3),
     ("a crescent moon on a black background", 64, 96, 15, 8),
 )
 
 # What is then made of pictures above, where the server's checkpoint edits: instruction, places in _SCENES.
 _EDITS = (
-    ("change the background to green", (4,)),
+    ("change the background to green", (0,)),
     ("make it two", (6,)),
     ("add a sun on the right", (6,)),
-    ("combine both pictures", (6, 9)),
+    ("remove the cloud", (8,)),
+    ("swap top and bottom", (8,)),
+    ("combine both pictures", (10, 5)),
 )
 
 

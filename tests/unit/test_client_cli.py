@@ -271,8 +271,8 @@ def test_demo_against_a_running_server(server: str, painter: Painter) -> None:
     assert result.exit_code == 0, result.output
     count = len(demo_requests())
     assert painter.models.count("qwen_image") == 1 + 2 * count  # a warm-up, all at once, one at a time
-    assert painter.models.count("qwen_image_edit") == 4
-    assert "edits: 4, at once too" in result.stdout
+    assert painter.models.count("qwen_image_edit") == 6
+    assert "edits: 6, at once too" in result.stdout
     written = sorted(path.name for path in Path("shown").iterdir())
     assert len(written) == count + 2
     assert written[-2:] == ["contact-sheet.png", "edits.png"]
