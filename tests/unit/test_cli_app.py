@@ -55,12 +55,15 @@ def test_serve_does_not_import_torch() -> None:
 def test_serve_prints_commands_that_exist(port: int, names_server: bool) -> None:
     server = TritonServer(http_port=port)
     server.models = ["qwen_image"]
+    assert "ditpack edit" not in _how_to_call(server, 1.0)
+    server.models = ["qwen_image", "qwen_image_edit"]
     lines = _how_to_call(server, 1.0).splitlines()
-    command = shlex.split(next(line for line in lines if line.strip().startswith("ditpack generate")))
-    assert (server.http_url in command) == names_server
-    options = ditpack_command("generate", "--help").stdout.split()
-    assert {word for word in command if word.startswith("-")} <= set(options)
-    curl = " ".join(line.strip(" \\") for line in lines[lines.index("or, from anywhere:") + 1 : -1])
+    for name in ("generate", "edit"):
+        command = shlex.split(next(line for line in lines if line.strip().startswith(f"ditpack {name}")))
+        assert (server.http_url in command) == names_server
+        options = ditpack_command(name, "--help").stdout.split()
+        assert {word for word in command if word.startswith("-")} <= set(options)
+    curl = " ".join(line.strip(" \\") for line in lines[lines.index("or, from anywhere:") + 1 :])
     url, body = re.search(r"curl -s (\S+)\s+-d '(.*?)'", curl).groups()
     assert url == f"http://127.0.0.1:{port}/v2/models/qwen_image/generate"
     assert json.loads(body)["RESPONSE_FORMAT"] == "b64_json"

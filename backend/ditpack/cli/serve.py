@@ -142,8 +142,8 @@ def _how_to_call(server: TritonServer, seconds: float) -> str:
         f"Ready after {seconds:.1f} s: {', '.join(server.models)}",
         f"  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}",
     ]
+    where = "" if server.http_url == "http://127.0.0.1:8000" else f" --server {server.http_url}"
     if "qwen_image" in server.models:
-        where = "" if server.http_url == "http://127.0.0.1:8000" else f" --server {server.http_url}"
         decode = "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)['IMAGE']))"
         lines += [
             "Ask for an image:",
@@ -153,6 +153,8 @@ def _how_to_call(server: TritonServer, seconds: float) -> str:
             f"""    -d '{{"PROMPT": "{_PROMPT}", "RESPONSE_FORMAT": "b64_json"}}' \\""",
             f'    | python3 -c "{decode}" > apple.png',
         ]
+    if "qwen_image_edit" in server.models:
+        lines += ["Edit one:", f'  ditpack edit apple.png "make it two" -o two.png{where}']
     if "mammoth_moda2" in server.models:
         lines.append(
             "mammoth_moda2 takes what the autoregressive stage made of a prompt; docs/wire.md has its tensors."
