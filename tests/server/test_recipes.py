@@ -45,10 +45,11 @@ def recipes() -> dict[str, str]:
     return found
 
 
-def follow(block: str, directory: Path, other: Path) -> None:
+def follow(block: str, directory: Path, checkpoint: Path, other: Path) -> None:
     """Run a block's commands in ``directory``, all but serve; each ``ditpack check`` must find nothing at all."""
     commands = "\n".join(line for line in block.splitlines() if not line.startswith("ditpack serve"))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "DITPACK_CHECKPOINT": str(checkpoint)}
     script = commands.replace("/models/other", str(other)).replace("ditpack check", "ditpack check --strict")
     done = subprocess.run(
         ["sh", "-eu", "-c", script], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
@@ -64,7 +65,7 @@ def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory, other_checkpoint: Path) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, other_checkpoint: Path) -> Path:
     """A fresh clone, as far as the recipes need one, in which all of them but the GPUs' were followed."""
     directory = tmp_path_factory.mktemp("clone")
     ignore = shutil.ignore_patterns("__pycache__")
@@ -80,7 +81,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, other_checkpoint: Path) 
     ]
     for name, block in blocks.items():
         if "GPU" not in name:
-            follow(block, directory, other_checkpoint)
+            follow(block, directory, tiny_checkpoint, other_checkpoint)
     return directory
 
 
@@ -167,9 +168,9 @@ def test_a_withheld_picture(served: TritonServer, recipe_caller: Caller) -> None
     assert error.value.code == "WITHHELD"
 
 
-def test_two_gpus_are_checked(tmp_path: Path, other_checkpoint: Path) -> None:
+def test_two_gpus_are_checked(tmp_path: Path, tiny_checkpoint: Path, other_checkpoint: Path) -> None:
     shutil.copytree(find_repository(None), tmp_path / "my_repository")
     block = recipes()["An engine on each of two GPUs"]
-    follow(block, tmp_path, other_checkpoint)
+    follow(block, tmp_path, tiny_checkpoint, other_checkpoint)
     with pytest.raises(AssertionError, match="GPU 1 does not exist"):
-        follow(block.replace("--gpus 2", "--gpus 1"), tmp_path, other_checkpoint)
+        follow(block.replace("--gpus 2", "--gpus 1"), tmp_path, tiny_checkpoint, other_checkpoint)
