@@ -21,7 +21,7 @@ def test_a_layer_is_within_the_format() -> None:
     linear = nn.Linear(512, 256)
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
     exact, ours = linear(x), Fp8Linear(linear)(quantize(x))
-    assert 1e-4 < float((ours - exact).norm() / exact.norm()) < 0.05
+    assert 1e-4 < float(((ours - exact).norm() / exact.norm()).detach()) < 0.05
 
 
 def test_tokens_of_zeros_stay_zero() -> None:
@@ -42,6 +42,6 @@ def test_a_quantised_transformer(tiny_checkpoint: Path) -> None:
     assert Fp8Linear not in kinds
     assert sum(isinstance(module, Fp8Linear) for module in model.modules()) == 8 * len(model.transformer_blocks)
     ours = model(image, text, modulation, layout, model.rotary(layout))
-    assert 1e-4 < float((ours - exact).norm() / exact.norm()) < 0.2
+    assert 1e-4 < float(((ours - exact).norm() / exact.norm()).detach()) < 0.2
     image[:12] = 7.0
     assert torch.equal(model(image, text, modulation, layout, model.rotary(layout))[12:], ours[12:])
