@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 import fake_kserve
 import numpy as np
 import pytest
-from fake_kserve import SLOW_S, Painter, serve_grpc, serve_http
+from fake_kserve import SLOW_S, Painter, serve_http
 from tritonclient.utils import InferenceServerException
 
 from ditpack_client import AsyncClient, Client, GenerationError, ImageRequest, ImageResult
@@ -38,12 +38,6 @@ ALL_SETTINGS = {
 @pytest.fixture
 def painter() -> Painter:
     return Painter()
-
-
-@pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
-    with (serve_http if request.param == "http" else serve_grpc)(painter) as address:
-        yield address
 
 
 def blocking(url: str, prompt: str, **settings: object) -> ImageResult:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_kserve import Painter, serve_grpc, serve_http
+from fake_kserve import Painter
 from PIL import Image
 from test_client_cli import run
 
@@ -19,12 +18,6 @@ from ditpack_client.cli import edit
 @pytest.fixture
 def painter() -> Painter:
     return Painter()
-
-
-@pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
-    with (serve_http if request.param == "http" else serve_grpc)(painter) as address:
-        yield address
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fake_kserve import Painter, serve_grpc, serve_http
+from fake_kserve import Painter
 from PIL import Image
 from rich.console import Console
 from test_client_cli import run
@@ -34,12 +33,6 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def painter() -> Painter:
     return Painter(streams=True)
-
-
-@pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
-    with (serve_http if request.param == "http" else serve_grpc)(painter) as address:
-        yield address
 
 
 def test_generate_streams_and_edit_does_not(url: str, painter: Painter) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_kserve import SLOW_S, Painter, serve_grpc, serve_http
+from fake_kserve import SLOW_S, Painter
 from stream_tools import Stream, awaited, blocking, both
 
 from ditpack_client import AsyncClient, Client, Finished, GenerationError, ImageResult, Retrying, call
@@ -17,12 +17,6 @@ from ditpack_client import AsyncClient, Client, Finished, GenerationError, Image
 @pytest.fixture
 def painter() -> Painter:
     return Painter(streams=True)
-
-
-@pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
-    with (serve_http if request.param == "http" else serve_grpc)(painter) as address:
-        yield address
 
 
 @pytest.fixture

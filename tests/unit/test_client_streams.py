@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -34,12 +34,6 @@ SOON = 5.0
 @pytest.fixture
 def painter() -> Painter:
     return Painter(streams=True)
-
-
-@pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, painter: Painter) -> Iterator[str]:
-    with (serve_http if request.param == "http" else serve_grpc)(painter) as address:
-        yield address
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

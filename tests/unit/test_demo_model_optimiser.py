@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from ditpack.demo_model.train.muon import Muon
 from ditpack.demo_model.train.optimiser import Optimiser
+
+WEIGHTS = re.compile("weight")
 
 
 def matrices() -> list[nn.Parameter]:
@@ -46,7 +49,7 @@ def test_kernels_of_convolutions_are_matrices(memory_format: torch.memory_format
         pictures = torch.randn(2, 5, 8, 8, generator=generator).to(memory_format=memory_format)
     plain = conv.weight.detach().contiguous().clone()
     flat = nn.Parameter(plain.flatten(1).clone())
-    optimiser = Optimiser([conv.bias], 0.1, matrices=[conv.weight], matrix_rate=0.1)
+    optimiser = Optimiser(conv.named_parameters(), 0.1, hidden=WEIGHTS, hidden_rate=0.1)
     alone = Muon([flat], 0.1 / 200, 0.0)  # the first of the steps that warm up
 
     loss = conv(pictures).square().mean()
@@ -66,7 +69,7 @@ def test_kernels_of_convolutions_are_matrices(memory_format: torch.memory_format
 
 def test_a_state_goes_on_where_it_was() -> None:
     def run(steps: range, state: dict[str, object] | None, weights: nn.Module) -> dict[str, object]:
-        optimiser = Optimiser([weights.bias], 0.1, matrices=[weights.weight], matrix_rate=0.1)
+        optimiser = Optimiser(weights.named_parameters(), 0.1, hidden=WEIGHTS, hidden_rate=0.1)
         if state:
             optimiser.load(state)
         for step in steps:

@@ -33,7 +33,7 @@ class JudgeStage:
         self.judge, self._scenes, self._sprites = judge, scenes, sprites
         self._batch_size = batch_size
         self._random = np.random.default_rng(seed)
-        self._optimiser = Optimiser(judge.parameters(), 3e-3, weight_decay=1e-2, average=0.998)
+        self._optimiser = Optimiser(judge.named_parameters(), 3e-3, weight_decay=1e-2, average=0.998)
         self._device = sprites.mips[0].device
         self._loss = torch.zeros((), device=self._device)
         self._right = torch.zeros((), device=self._device)

@@ -16,7 +16,7 @@ from ditpack.demo_model.train.batched_text import encode_pictures, encode_text, 
 from ditpack.demo_model.train.optimiser import Optimiser
 from ditpack.demo_model.train.pool import Entries, Layouts, Pool
 
-_HIDDEN = re.compile(r"(^|\.)(transformer_blocks|layers|blocks)\.")  # what Muon is for: not what reads or writes
+_HIDDEN = re.compile(r"(^|\.)(transformer_blocks|layers|blocks)\.")
 _DROPPED = 0.1  # of the texts, for guidance
 _TRIALS = 8  # steps that a compiled block is tried on
 _RECOMPILES = 64
@@ -41,15 +41,13 @@ class DitStage:
     ) -> None:
         self._dit, self._text_encoder, self._pool, self._paint = dit, text_encoder, pool, paint
         self._batch_size, self._refill, self._refill_every = batch_size, refill, refill_every
-        named = [*dit.named_parameters(), *text_encoder.model.named_parameters()]
-        hidden = {name: weight for name, weight in named if weight.dim() == 2 and _HIDDEN.search(name)}
         self._optimiser = Optimiser(
-            [weight for name, weight in named if name not in hidden],
+            [*dit.named_parameters(), *text_encoder.model.named_parameters()],
             1e-3,
             weight_decay=0.01,
             average=0.9995,
-            matrices=hidden.values(),
-            matrix_rate=5e-3,
+            hidden=_HIDDEN,
+            hidden_rate=5e-3,
         )
         self._device = next(dit.parameters()).device
         self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +20,24 @@ _CONSTANT = 0.4  # of the time; then the learning rate falls to 0 in a line
 class Optimiser:
     """``average``: how much of the averaged weights stays at each step.
 
-    ``matrices``, kernels of convolutions too, are trained by Muon at ``matrix_rate``, which is in the units of AdamW's;
-    ``parameters``, all the others, by AdamW.
+    Weights of two and more dimensions whose names ``hidden`` finds, kernels of convolutions too, are trained by Muon at
+    ``hidden_rate``, which is in the units of AdamW's; all others by AdamW. Muon is for what neither reads the input nor
+    writes the output.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        named: Iterable[tuple[str, nn.Parameter]],
         learning_rate: float,
         weight_decay: float = 0.0,
         average: float = 0.999,
-        matrices: Iterable[nn.Parameter] = (),
-        matrix_rate: float = 0.0,
+        hidden: re.Pattern[str] | None = None,
+        hidden_rate: float = 0.0,
     ) -> None:
-        others, self._matrices = list(parameters), list(matrices)
+        others: list[nn.Parameter] = []
+        self._matrices: list[nn.Parameter] = []
+        for name, weight in named:
+            (self._matrices if hidden and weight.dim() >= 2 and hidden.search(name) else others).append(weight)
         self._parameters = [*others, *self._matrices]
         self._average = average
         adam = torch.optim.AdamW(
@@ -45,8 +50,8 @@ class Optimiser:
         self._rates: list[tuple[torch.optim.Optimizer, float]] = [(adam, learning_rate)]
         self._views = [nn.Parameter(_as_matrix(weight, weight)) for weight in self._matrices]
         if self._views:
-            muon = Muon(self._views, matrix_rate, weight_decay)
-            self._rates.append((muon, matrix_rate))
+            muon = Muon(self._views, hidden_rate, weight_decay)
+            self._rates.append((muon, hidden_rate))
         self._averaged = [parameter.detach().clone() for parameter in self._parameters]
         self.steps = 0
 

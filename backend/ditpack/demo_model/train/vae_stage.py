@@ -23,9 +23,7 @@ from ditpack.demo_model.train.still_vae import StillVae
 
 _PREPARED = 192  # batches of layouts; the icons in them are drawn anew every time
 _KL = 1e-5
-_HIDDEN = re.compile(
-    r"\.(down_blocks|mid_block|up_blocks)\..*weight$"
-)  # what Muon is for: not what reads or writes pictures
+_HIDDEN = re.compile(r"\.(down_blocks|mid_block|up_blocks)\..*weight$")
 
 
 class VaeStage:
@@ -38,14 +36,8 @@ class VaeStage:
         self._scenes, self._sprites = scenes, sprites
         self._device = sprites.mips[0].device
         self._random = np.random.default_rng(3)
-        named = list(self.still.named_parameters())
-        hidden = {name: weight for name, weight in named if _HIDDEN.search(name)}
         self._optimiser = Optimiser(
-            [weight for name, weight in named if name not in hidden],
-            1e-3,
-            average=0.999,
-            matrices=hidden.values(),
-            matrix_rate=3e-3,
+            self.still.named_parameters(), 1e-3, average=0.999, hidden=_HIDDEN, hidden_rate=3e-3
         )
         self._prepared = self._prepare(sizes, batch_size)
         self._last = torch.zeros((), device=self._device)
