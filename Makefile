@@ -1,6 +1,6 @@
 # All that is needed is Linux, make and Python 3.11 or 3.12; the first target that is made sets up .venv by itself.
 #
-#   make demo                        serve the embedded model, ask it for a dozen images at once, lay them out on a sheet
+#   make demo                        serve the embedded model, ask it for a dozen images at once, then for edits, on sheets
 #   make test                        ruff, mypy and every test
 #   make test TESTS="-k engine -x"   some of the tests
 #   make demo PYTHON=python3.12      with this Python

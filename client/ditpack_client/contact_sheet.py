@@ -45,7 +45,7 @@ def contact_sheet(
     rows = [range(start, min(start + columns, len(entries))) for start in range(0, len(entries), columns)]
     picture = [max(entries[i].image.height for i in row) * scale for row in rows]
     text = [max(_height(captions[i], _CAPTION) + _height(details[i], _DETAIL) for i in row) + 10 for row in rows]
-    head = _MARGIN + _height(heading, _TITLE) + _height(below, _CAPTION) + _GAP
+    head = _MARGIN + _height(heading, _TITLE) + _height(below, _CAPTION) + (_GAP if title or subtitle else 0)
     sheet = Image.new("RGB", (width, head + sum(picture) + sum(text) + _GAP * (len(rows) - 1) + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(sheet)
     y = _write(draw, _MARGIN, _MARGIN, heading, title_font, _TITLE, _INK)

@@ -41,7 +41,7 @@ _SCENES = (
     ("face with medical mask on a yellow background, glossy style", 128, 128, 28, 4),
     ("a smiling face with halo, flat style", 128, 128, 26, 9),
     ("four musical notes, glossy style", 128, 128, 21, 5),
-    ("a sun above a cloud", 96, 160, 25, 6),
+    ("a sun above a house", 96, 160, 25, 6),
     ("four eggs on a brown background", 128, 128, 12, 2),
     ("a toolbox on a teal background, glossy style", 128, 128, 14, 3),
     ("a crescent moon on a black background", 64, 96, 15, 8),
@@ -52,7 +52,7 @@ _EDITS = (
     ("change the background to green", (0,)),
     ("make it two", (6,)),
     ("add a sun on the right", (6,)),
-    ("remove the cloud", (8,)),
+    ("remove the house", (8,)),
     ("swap top and bottom", (8,)),
     ("combine both pictures", (10, 5)),
 )

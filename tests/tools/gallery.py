@@ -21,27 +21,27 @@ PICTURES, EDITED = "gallery.jpg", "gallery-edits.jpg"
 # Prompt, width, height; the place in the list is the seed.
 PROMPTS = (
     ("a red apple on a blue background", 128, 128),
-    ("a kitty on a pink background", 128, 128),
+    ("a pup on a pink background", 128, 128),
     ("two pink hearts, glossy style", 160, 96),
-    ("a sun above a cloud", 96, 160),
+    ("a sun above a house", 96, 160),
     ("a fox on the left and an owl on the right", 192, 96),
     ("four eggs on a brown background", 128, 128),
-    ("a pizza, flat style", 128, 128),
+    ("a hamburger, flat style", 128, 128),
     ("an automobile on the right on a teal background", 160, 96),
     ("a rocket, a star and a crescent moon on a black background", 192, 64),
     ("three strawberries", 112, 144),
-    ("a lighthouse on an orange background", 64, 192),
+    ("a tulip on an orange background", 64, 192),
     ("a penguin, glossy style", 192, 192),
     ("a teapot next to a cupcake on a purple background", 160, 96),
     ("a cactus on a yellow background, flat style", 96, 96),
-    ("an octopus at the bottom on a green background", 96, 160),
+    ("a mushroom at the bottom on a green background", 96, 160),
 )
 # Instruction, places in PROMPTS of what is edited; the result is as large as the last of them.
 EDITS = (
     ("change the background to green", (2,)),
     ("make it two", (6,)),
     ("add a snowman on the right", (0,)),
-    ("remove the cloud", (3,)),
+    ("remove the house", (3,)),
     ("swap left and right", (4,)),
     ("combine both pictures", (1, 0)),
 )

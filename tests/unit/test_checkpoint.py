@@ -55,7 +55,7 @@ def test_embedded_is_the_default(monkeypatch: pytest.MonkeyPatch, tiny_checkpoin
 def test_embedded_numbers() -> None:
     checkpoint = open_checkpoint("embedded")
     assert checkpoint.vae_scale_factor == 8
-    assert checkpoint.family == "QwenImagePipeline"
+    assert checkpoint.family == "QwenImageEditPlusPipeline"
     index = json.loads(next((EMBEDDED / "transformer").glob("*.index.json")).read_text())
     blocks = {name.split(".")[1] for name in index["weight_map"] if name.startswith("transformer_blocks.")}
     assert checkpoint.transformer_config["num_layers"] == len(blocks)

@@ -28,10 +28,13 @@ from ditpack.demo_model.painter import Job, Painter
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.shapes import shape_icons
 from ditpack.demo_model.train import __main__ as training
+from ditpack.demo_model.train import names as naming
 from ditpack.demo_model.train.loop import Loop
+from ditpack.demo_model.words import spoken, with_article
 from ditpack.models.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 SMOKE = ("--preset", "smoke", "--minutes", "0.06", "--device", "cpu")
@@ -163,6 +166,26 @@ def test_diffusers_paints_and_edits_with_it(trained: Path) -> None:
     assert edited.images[0].size == (64, 64)
 
 
+def test_names_are_taught_to_what_it_leaves(trained: Path, tmp_path: Path) -> None:
+    before = (trained / "checkpoint" / "transformer" / WEIGHTS).read_bytes()
+    arguments = (trained, tmp_path / "named", "--preset", "smoke", "--minutes", "0.02")
+    done = run(naming.main, *arguments)
+    assert done.exit_code == 0, done.output
+    named = tmp_path / "named" / "checkpoint"
+    card = (named / "MODEL_CARD.md").read_text()
+    assert "ditpack.demo_model.train.names TRAINED OUT" in card
+    assert "{" not in card
+    assert json.loads((tmp_path / "named" / "facts.json").read_text())["names"]
+    assert (named / "transformer" / WEIGHTS).read_bytes() != before
+    assert next(Painter(named, CPU).paint([Job("a red circle", (96, 64), 1)], steps=2))[0].shape == (64, 96, 3)
+    refused = run(naming.main, *arguments)
+    assert refused.exit_code == 2
+    assert "--resume goes on" in refused.output
+    nothing = run(naming.main, tmp_path, tmp_path / "other", "--preset", "smoke")
+    assert nothing.exit_code == 1
+    assert "which a training leaves" in nothing.output
+
+
 def test_the_judge_judges(trained: Path) -> None:
     """True scenes, wrong ones, and the command's table; the smoke judge is too young to be right about much."""
     judge, accuracy = load_judge(trained / "judge.safetensors", CPU)
@@ -174,9 +197,15 @@ def test_the_judge_judges(trained: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "edit combine" in done.output
-    figures = json.loads((trained / "score.json").read_text())["figures"]
+    written = json.loads((trained / "score.json").read_text())
+    figures = written["figures"]
     assert figures["true scenes"]["background"] == 1.0
-    assert set(figures["checkpoint"]) == set(figures["true scenes"])
+    column = str(trained / "checkpoint")
+    assert set(figures[column]) == set(figures["true scenes"])
+    mistaken = written["mistaken"][column]
+    assert mistaken, "a model of seconds paints all it is asked for"
+    assert figures[column]["every name"] == pytest.approx(1 - len(mistaken) / len(judge.names), abs=1e-4)
+    assert set(mistaken) <= {with_article(spoken(name)) for name in judge.names}
     assert judge.names == tuple(SceneMaker(shape_icons()).names)
     with pytest.raises(JudgeError, match="is not a judge"):
         load_judge(trained / "score.json", CPU)

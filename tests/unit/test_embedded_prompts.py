@@ -23,31 +23,31 @@ STEPS = 12
 SQUARE, WIDE, TALL = (128, 128), (160, 96), (96, 160)
 # Text, size, layout, background, names.
 APPLE = ("a red apple on a blue background, glossy style", SQUARE, "centre", "blue", "red-apple")
-PIZZA = ("a pizza, glossy style", SQUARE, "centre", "white", "pizza")
+HAMBURGER = ("a hamburger, glossy style", SQUARE, "centre", "white", "hamburger")
 HEART = ("a red heart on the left", WIDE, "left", "white", "red-heart")
-SUN_ABOVE_CLOUD = ("a sun above a cloud", TALL, "column", "white", "sun", "cloud")
+SUN_ABOVE_HOUSE = ("a sun above a house", TALL, "column", "white", "sun", "house")
 PROMPTS = (
     APPLE,
     ("a red heart on a yellow background, flat style", SQUARE, "centre", "yellow", "red-heart"),
     ("a sun on a black background", SQUARE, "centre", "black", "sun"),
     ("a cactus on a pink background, flat style", SQUARE, "centre", "pink", "cactus"),
-    PIZZA,
+    HAMBURGER,
     ("a watermelon on a teal background", SQUARE, "centre", "teal", "watermelon"),
     HEART,
     ("a star at the bottom on a blue background", TALL, "bottom", "blue", "star"),
     ("two pink hearts", WIDE, "row", "white", "pink-heart", "pink-heart"),
     ("two red apples on a green background", WIDE, "row", "green", "red-apple", "red-apple"),
     ("four eggs on a brown background", SQUARE, "grid", "brown", *["egg"] * 4),
-    SUN_ABOVE_CLOUD,
+    SUN_ABOVE_HOUSE,
 )
 # Kind, what is edited, then as above; the result has the size of what is edited last.
 EDITS = (
     ("background", [APPLE], "change the background to green", "centre", "green", "red-apple"),
     ("add", [HEART], "add a star on the right", "row", "white", "red-heart", "star"),
-    ("remove", [SUN_ABOVE_CLOUD], "remove the cloud", "top", "white", "sun"),
-    ("double", [PIZZA], "make it two", "row", "white", "pizza", "pizza"),
-    ("swap", [SUN_ABOVE_CLOUD], "swap top and bottom", "column", "white", "cloud", "sun"),
-    ("combine", [APPLE, PIZZA], "combine both pictures", "row", "blue", "red-apple", "pizza"),
+    ("remove", [SUN_ABOVE_HOUSE], "remove the house", "top", "white", "sun"),
+    ("double", [HAMBURGER], "make it two", "row", "white", "hamburger", "hamburger"),
+    ("swap", [SUN_ABOVE_HOUSE], "swap top and bottom", "column", "white", "house", "sun"),
+    ("combine", [APPLE, HAMBURGER], "combine both pictures", "row", "blue", "red-apple", "hamburger"),
 )
 
 

@@ -8,7 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from rich.table import Table
 from ditpack.demo_model.icons import Sprites, published_icons, rasterise
 from ditpack.demo_model.judge.checks import Pixels
 from ditpack.demo_model.judge.network import CHECKOUTS_JUDGE, load_judge
-from ditpack.demo_model.judge.score import Eyes, Task, edits, prompts, score, synonym_prompts
+from ditpack.demo_model.judge.score import Eyes, Task, edits, name_prompts, prompts, score, synonym_prompts
 from ditpack.demo_model.painter import Job, Painter, own_precision
 from ditpack.demo_model.render import draw
 from ditpack.demo_model.scenes import SceneMaker
@@ -30,6 +31,7 @@ from ditpack.errors import DitpackError
 
 BARS = {"background": 0.95, "count": 0.9, "icon": 0.85, "place": 0.9}
 EDIT_BAR = 0.8
+EVERY_NAME = "every name"
 
 
 def main(
@@ -48,6 +50,9 @@ def main(
     shapes: Annotated[bool, typer.Option(help="Judge on the smoke preset's shapes instead of the icons.")] = False,
     number: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts.")] = 500,
     number_of_edits: Annotated[int, typer.Option("--edits", min=0, help="Held-out edits of each kind.")] = 100,
+    every_name: Annotated[
+        bool, typer.Option("--names/--no-names", help="Every name once too, and which are painted as something else.")
+    ] = True,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     guidance: Annotated[float, typer.Option(help="true_cfg_scale.")] = 3.0,
     device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU where there is one.")] = "auto",
@@ -64,24 +69,48 @@ def main(
         eyes = Eyes(network, scenes)
         text_tasks = prompts(scenes, number) + synonym_prompts(scenes, max(1, number // 5))
         edit_tasks = edits(scenes, number_of_edits)
-        columns = {"true scenes": score(eyes, _true(text_tasks + edit_tasks, sprites))}
+        names = name_prompts(scenes) if every_name else []
+        columns, mistaken = {}, {}
+        columns["true scenes"], mistaken["true scenes"] = judged(
+            eyes, text_tasks + edit_tasks, names, lambda tasks: _true(tasks, sprites)
+        )
         for checkpoint in checkpoints:
             painter = Painter(checkpoint, where, own_precision(where), quantization=quantization)
             tasks = text_tasks + (edit_tasks if painter.edits else [])
             began = time.monotonic()
-            columns[Path(checkpoint).name] = score(eyes, _painted(painter, tasks, sprites, steps, guidance, console))
-            console.print(f"{checkpoint}: {len(tasks)} pictures in {time.monotonic() - began:.0f} s", highlight=False)
+            columns[checkpoint], mistaken[checkpoint] = judged(
+                eyes, tasks, names, partial(_painted, painter, sprites, steps, guidance, console)
+            )
+            seconds = time.monotonic() - began
+            console.print(f"{checkpoint}: {len(tasks) + len(names)} pictures in {seconds:.0f} s", highlight=False)
     except DitpackError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(table(columns))
+    for column, texts in mistaken.items():
+        if texts:
+            console.print(f"{column}, taken for something else: {', '.join(texts)}", highlight=False)
     console.print(f"The judge itself, on held-out scenes: {accuracy}", highlight=False)
     if out:
         result: dict[str, Any] = {
             "judge": accuracy, "prompts": number, "edits": number_of_edits, "steps": steps, "guidance": guidance,
-            "device": str(where), "quantization": quantization, "figures": columns,
+            "device": str(where), "quantization": quantization, "figures": columns, "mistaken": mistaken,
         }  # fmt: skip
         out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def judged(
+    eyes: Eyes,
+    tasks: list[Task],
+    names: list[Task],
+    show: Callable[[list[Task]], Iterable[tuple[Task, Pixels]]],
+) -> tuple[dict[str, float], list[str]]:
+    """Figures of the pictures that ``show`` has for ``tasks``, and what of ``names`` was taken for another."""
+    figures = score(eyes, show(tasks))
+    if not names:
+        return figures, []
+    mistaken = [task.text for task, picture in show(names) if not eyes.recognises(task, picture)]
+    return figures | {EVERY_NAME: round(1 - len(mistaken) / len(names), 4)}, mistaken
 
 
 def table(columns: dict[str, dict[str, float]]) -> Table:
@@ -103,7 +132,7 @@ def _true(tasks: Sequence[Task], sprites: Sprites) -> Iterator[tuple[Task, Pixel
 
 
 def _painted(
-    painter: Painter, tasks: Sequence[Task], sprites: Sprites, steps: int, guidance: float, console: Console
+    painter: Painter, sprites: Sprites, steps: int, guidance: float, console: Console, tasks: Sequence[Task]
 ) -> Iterator[tuple[Task, Pixels]]:
     jobs = [
         Job(task.text, task.scene.size, index, tuple(draw(sprites, scene) for scene in task.sources))

@@ -13,7 +13,7 @@ from ditpack.demo_model.edits import KINDS, EditMaker
 from ditpack.demo_model.judge.checks import Pixels, background_of, place_of, regions
 from ditpack.demo_model.judge.network import Judge, JudgeError
 from ditpack.demo_model.scenes import Random, Scene, SceneMaker, Size, choice
-from ditpack.demo_model.words import synonyms, with_article
+from ditpack.demo_model.words import spoken, synonyms, with_article
 
 TOP = 5
 # Of pictures: what the bars are about, then more. Each is a share of the prompts that it applies to.
@@ -25,7 +25,7 @@ EDIT_SIZES: tuple[Size, ...] = ((128, 128), (128, 128), (160, 96), (96, 160))
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A picture to make and to judge: ``scene`` is what it must show. ``kind``: "prompt", "synonym" or an edit's."""
+    """A picture to make and to judge: it must show ``scene``. ``kind``: "prompt", "synonym", "name" or an edit's."""
 
     kind: str
     text: str
@@ -54,6 +54,15 @@ def synonym_prompts(scenes: SceneMaker, count: int, seed: int = 101) -> list[Tas
         words = choice(random, synonyms()[scenes.icons[icon].name])
         tasks.append(Task("synonym", with_article(words), Scene((128, 128), "centre", (icon,), "white")))
     return tasks
+
+
+def name_prompts(scenes: SceneMaker) -> list[Task]:
+    """Every name once, alone."""
+    first = {icon.name: index for index, icon in reversed(list(enumerate(scenes.icons)))}
+    return [
+        Task("name", with_article(spoken(name)), Scene((128, 128), "centre", (first[name],), "white"))
+        for name in scenes.names
+    ]
 
 
 def edits(scenes: SceneMaker, count: int, seed: int = 102) -> list[Task]:
@@ -107,6 +116,11 @@ class Eyes:
             return {"synonym": shown}
         verdict["everything"] = shown and all(verdict.values())
         return verdict
+
+    def recognises(self, task: Task, picture: Pixels) -> bool:
+        """Whether the first guess at ``picture`` is the name of the one icon of ``task``."""
+        guess = int(self._look(picture)[0].argmax())
+        return guess == self._index[self._scenes.icons[task.scene.icons[0]].name]
 
     @torch.inference_mode()
     def _look(self, picture: Pixels) -> tuple[torch.Tensor, int, str]:

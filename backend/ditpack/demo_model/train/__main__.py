@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ditpack.demo_model.icons import published_icons
 from ditpack.demo_model.shapes import shape_icons
-from ditpack.demo_model.train.presets import PRESETS
+from ditpack.demo_model.train.presets import PRESETS, PresetName
 from ditpack.demo_model.train.run import Options, train
 from ditpack.errors import DitpackError
 
@@ -27,13 +27,6 @@ class StageName(enum.StrEnum):
     JUDGE = "judge"
     VAE = "vae"
     DIT = "dit"
-
-
-class PresetName(enum.StrEnum):
-    """The keys of ``PRESETS``."""
-
-    REAL = "real"
-    SMOKE = "smoke"
 
 
 def main(

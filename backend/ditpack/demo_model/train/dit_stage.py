@@ -24,7 +24,11 @@ _REFERENCE_NOISE = 0.03  # so that pictures that were generated before, and are 
 
 
 class DitStage:
-    """A stage of ``train.loop``. ``paint`` draws the sheet with the averaged weights: it is given the file."""
+    """A stage of ``train.loop``. ``paint`` draws the sheet with the averaged weights: it is given the file.
+
+    ``start``: the share of the schedule that it begins at, for weights that were trained before. ``average``: how much
+    of the averaged weights stays at each step.
+    """
 
     name = "dit"
 
@@ -38,6 +42,8 @@ class DitStage:
         refill_every: int,
         compile_blocks: bool,
         paint: Callable[[Path], None],
+        start: float = 0.0,
+        average: float = 0.9995,
     ) -> None:
         self._dit, self._text_encoder, self._pool, self._paint = dit, text_encoder, pool, paint
         self._batch_size, self._refill, self._refill_every = batch_size, refill, refill_every
@@ -45,7 +51,7 @@ class DitStage:
             [*dit.named_parameters(), *text_encoder.model.named_parameters()],
             1e-3,
             weight_decay=0.01,
-            average=0.9995,
+            average=average,
             hidden=_HIDDEN,
             hidden_rate=5e-3,
         )
@@ -53,6 +59,7 @@ class DitStage:
         self._run_block: Callable[..., tuple[Tensor, Tensor]] = dual_block
         self._run_layer: Callable[..., tuple[Tensor, Tensor]] = text_layer
         self.problem = self._compile() if compile_blocks else None
+        self._start = start
         self._last = torch.zeros((), device=self._device)
         self._seen = 0
 
@@ -82,7 +89,7 @@ class DitStage:
         layouts = self._pool.layouts[shape]
         with torch.autocast(self._device.type, torch.bfloat16):
             loss = self._loss(layouts, *self._noised(entries, layouts))
-        self._optimiser.step(loss, progress)
+        self._optimiser.step(loss, self._start + (1 - self._start) * progress)
         self._last = loss.detach()
         self._seen += len(entries.ids)
         if self._optimiser.steps % self._refill_every == 0:

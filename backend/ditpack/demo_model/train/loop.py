@@ -47,13 +47,13 @@ class Loop:
         self._save_seconds = 60 * save_minutes
         self._log = folder / "train.log"
 
-    def run(self, stage: Stage, minutes: float) -> None:
-        """Run ``stage`` for ``minutes`` in all, what was done before an interruption counted in."""
+    def run(self, stage: Stage, minutes: float) -> float:
+        """Run ``stage`` for ``minutes`` in all, what was done before an interruption counted in; → minutes it had."""
         budget = 60 * minutes
         spent, steps, done = self._restore(stage)
         if done:
             self.say(f"{stage.name}: done before, {steps} steps in {spent:.0f} s")
-            return
+            return spent / 60
         began = time.monotonic() - spent
         reported, saved = time.monotonic(), time.monotonic()
         with self._bar() as bar:
@@ -75,6 +75,7 @@ class Loop:
         stage.sheet(self._folder / f"{stage.name}.png")
         self._save(stage, spent, steps, done=True)
         self.say(f"{stage.name}: {steps} steps in {time.monotonic() - began:.0f} s")
+        return spent / 60
 
     def say(self, text: str) -> None:
         self._write(text, show=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ REAL = Preset(
     shares=(0.06, 0.20, 0.74),
     judge_batch=512,
     vae_batch=128,
-    dit_batch=1024,
+    dit_batch=2048,
     pool=120_000,
     refill=512,
     refill_every=100,
@@ -102,4 +103,10 @@ SMOKE = Preset(
     refill_every=20,
 )
 
-PRESETS = {"real": REAL, "smoke": SMOKE}
+
+class PresetName(enum.StrEnum):
+    REAL = "real"
+    SMOKE = "smoke"
+
+
+PRESETS = {PresetName.REAL: REAL, PresetName.SMOKE: SMOKE}

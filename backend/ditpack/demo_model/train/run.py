@@ -30,9 +30,10 @@ from ditpack.demo_model.train.networks import build_text_encoder, build_tokenize
 from ditpack.demo_model.train.pool import Pool
 from ditpack.demo_model.train.presets import Preset
 from ditpack.demo_model.train.sheets import paint_sheet
+from ditpack.demo_model.train.still_vae import StillVae
 from ditpack.demo_model.train.vae_stage import VaeStage
 
-CHECKPOINT, JUDGE = "checkpoint", "judge.safetensors"
+CHECKPOINT, JUDGE, FACTS = "checkpoint", "judge.safetensors", "facts.json"
 _TEXTS_PER_NAME = 12  # that the tokenizer is trained on
 _MEASURED = 16  # held-out scenes of each size that a figure is the mean of
 
@@ -51,13 +52,24 @@ class Options:
     command: str
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """``vae`` as diffusers has it, on the CPU, the latents' statistics in its config; ``still`` is the same one."""
+
+    dit: Any
+    text_encoder: Any
+    tokenizer: Any
+    vae: Any
+    still: StillVae
+
+
 def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
     """Train judge, VAE, and transformer with text encoder, and leave a checkpoint in ``options.out``.
 
     Raises:
         RuntimeError: the preset's vocabulary is too small for the templates.
     """
-    _set_up(options.device)
+    set_up(options.device)
     preset, device = options.preset, options.device
     loop = Loop(options.out, device, console, options.save_minutes)
     began = time.monotonic()
@@ -74,7 +86,7 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
     sizes = list(preset.text_shapes)
     usual = [size for size in sizes if preset.text_shapes[size] >= 1]
     vae_stage = VaeStage(build_vae(preset), scenes, sprites, usual, preset.vae_batch)
-    loop.run(vae_stage, vae_minutes)
+    vae_minutes = loop.run(vae_stage, vae_minutes)  # a resumed one may have had another number
     psnr = vae_stage.quality(sizes, _MEASURED)
     statistics = vae_stage.statistics(sizes, 2 * _MEASURED)
     loop.say(f"vae: {psnr} dB on held-out scenes")
@@ -85,13 +97,23 @@ def train(icons: Sequence[Icon], options: Options, console: Console) -> None:
         "judge_name": f"{accuracy['name']:.1%}", "judge_top5": f"{accuracy['name_top5']:.1%}",
         "judge_count": f"{accuracy['count']:.1%}", "command": options.command, "hardware": _hardware(device),
         "date": datetime.date.today().isoformat(), "vae_minutes": f"{vae_minutes:.1f}",
-        "dit_minutes": f"{dit_minutes:.1f}",
+        "dit_minutes": f"{dit_minutes:.1f}", "names": "",
     }  # fmt: skip
-    _dit(loop, scenes, sprites, vae_stage, statistics, options, dit_minutes, facts)
-    (options.out / "facts.json").write_text(json.dumps(facts | {"judge": accuracy}, indent=1) + "\n")
+    tokenizer = build_tokenizer(options.out / "tokenizer", _texts(scenes), preset)
+    vae = vae_stage.still.restored()
+    vae.register_to_config(latents_mean=statistics[0], latents_std=statistics[1])
+    parts = Parts(
+        dit=build_transformer(preset).to(device),
+        text_encoder=build_text_encoder(preset, tokenizer).to(device),
+        tokenizer=tokenizer,
+        vae=vae,
+        still=vae_stage.still,
+    )
+    train_transformer(loop, scenes, sprites, parts, options, dit_minutes, facts)
+    (options.out / FACTS).write_text(json.dumps(facts | {"judge": accuracy}, indent=1) + "\n")
 
 
-def _set_up(device: torch.device) -> None:
+def set_up(device: torch.device) -> None:
     torch.manual_seed(0)
     for library in (diffusers_logging, transformers_logging):
         library.set_verbosity_error()  # saving warns of casts that are meant
@@ -111,29 +133,30 @@ def _judge(loop: Loop, scenes: SceneMaker, sprites: Sprites, options: Options, m
     return accuracy
 
 
-def _dit(
+def train_transformer(
     loop: Loop,
     scenes: SceneMaker,
     sprites: Sprites,
-    vae_stage: VaeStage,
-    statistics: tuple[list[float], list[float]],
+    parts: Parts,
     options: Options,
     minutes: float,
     facts: dict[str, Any],
+    start: float = 0.0,
+    average: float = 0.9995,
 ) -> None:
-    preset, device = options.preset, options.device
-    tokenizer = build_tokenizer(options.out / "tokenizer", _texts(scenes), preset)
-    dit, text_encoder = build_transformer(preset).to(device), build_text_encoder(preset, tokenizer).to(device)
-    vae = vae_stage.still.restored()
-    vae.register_to_config(latents_mean=statistics[0], latents_std=statistics[1])
+    """Train transformer and text encoder on ``scenes``, and leave a checkpoint with each sheet.
 
+    ``start`` and ``average`` are the stage's, ``facts`` the card's.
+    """
+    preset, device = options.preset, options.device
+    statistics = (list(parts.vae.config.latents_mean), list(parts.vae.config.latents_std))
     began = time.monotonic()
-    pool = Pool(preset, scenes, sprites, vae_stage.still, statistics, tokenizer, text_encoder.config)
+    pool = Pool(preset, scenes, sprites, parts.still, statistics, parts.tokenizer, parts.text_encoder.config)
     loop.say(f"pools filled in {time.monotonic() - began:.0f} s")
 
     def paint(file: Path) -> None:
         checkpoint = options.out / CHECKPOINT
-        export(checkpoint, preset, vae, dit, text_encoder, tokenizer, facts)
+        export(checkpoint, preset, parts.vae, parts.dit, parts.text_encoder, parts.tokenizer, facts)
         edit_sizes = [size for size, references in preset.edit_shapes if references == 2]
         paint_sheet(
             Painter(checkpoint, device, own_precision(device)),
@@ -145,7 +168,16 @@ def _dit(
         )
 
     stage = DitStage(
-        dit, text_encoder, pool, preset.dit_batch, preset.refill, preset.refill_every, options.compile, paint
+        parts.dit,
+        parts.text_encoder,
+        pool,
+        preset.dit_batch,
+        preset.refill,
+        preset.refill_every,
+        options.compile,
+        paint,
+        start=start,
+        average=average,
     )
     if stage.problem:
         loop.say(f"dit: not compiled: {stage.problem}")
