@@ -91,6 +91,6 @@ def test_two_processes_paint_what_one_paints(ranks: Ranks) -> None:
     for way in ("segment", "rows"):
         assert found[way]["ssim"] > 0.9999
         assert found[way]["psnr_db"] is None or found[way]["psnr_db"] > 60
-    assert found["unmasked"]["psnr_db"] < 55
+    assert found["unmasked"]["psnr_db"] < 60
     assert found["unmasked"]["rel_err"] > 10 * found["segment"]["rel_err"]
     assert found["unmasked"]["ssim"] < found["segment"]["ssim"]
