@@ -105,6 +105,8 @@ SMOKE = Preset(
 
 
 class PresetName(enum.StrEnum):
+    """The keys of ``PRESETS``."""
+
     REAL = "real"
     SMOKE = "smoke"
 
