@@ -18,7 +18,7 @@ from ditpack.parallel.ulysses import Ulysses
 from ditpack.request import ImageRequest, Limits, resolve
 from ditpack.sampling.qwen_image import Conditioning, Denoising, QwenImageSampler, load_sampler
 
-PROMPTS = ("a red apple on a blue background", "two pink hearts", "a sun above a house")
+PROMPTS = ("a red apple on a blue background", "two pink hearts", "a sun above a cloud")
 SIZE = "128x96"
 STEPS = 20
 

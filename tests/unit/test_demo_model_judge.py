@@ -119,6 +119,12 @@ def test_tasks_are_held_out_and_the_same_every_time() -> None:
     assert {task.kind for task in edits(SCENES, 2)} == {"background", "add", "remove", "double", "swap", "combine"}
 
 
+def test_edits_combine_as_many_pictures_as_asked_for() -> None:
+    for references in (2, 3):
+        combined = [task for task in edits(SCENES, 3, references) if task.kind == "combine"]
+        assert [len(task.sources) for task in combined] == [references] * 3
+
+
 def test_icons_that_the_judge_does_not_know_are_refused() -> None:
     judge = Judge(SCENES.names[1:], ("flat", "glossy"), 8)
     with pytest.raises(JudgeError, match=f"not trained on 1 of the icons, such as {SCENES.names[0]}"):

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ditpack.demo_model.commands import errors_told
 from ditpack.demo_model.icons import Sprites, published_icons, rasterise
 from ditpack.demo_model.judge.checks import Pixels
 from ditpack.demo_model.judge.network import CHECKOUTS_JUDGE, load_judge
@@ -27,7 +28,6 @@ from ditpack.demo_model.painter import Job, Painter, own_precision
 from ditpack.demo_model.render import draw
 from ditpack.demo_model.scenes import SceneMaker
 from ditpack.demo_model.shapes import shape_icons
-from ditpack.errors import DitpackError
 
 BARS = {"background": 0.95, "count": 0.9, "icon": 0.85, "place": 0.9}
 EDIT_BAR = 0.8
@@ -50,6 +50,7 @@ def main(
     shapes: Annotated[bool, typer.Option(help="Judge on the smoke preset's shapes instead of the icons.")] = False,
     number: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts.")] = 500,
     number_of_edits: Annotated[int, typer.Option("--edits", min=0, help="Held-out edits of each kind.")] = 100,
+    references: Annotated[int, typer.Option(min=2, max=3, help="Pictures that are combined.")] = 2,
     every_name: Annotated[
         bool, typer.Option("--names/--no-names", help="Every name once too, and which are painted as something else.")
     ] = True,
@@ -62,13 +63,13 @@ def main(
     """Judge checkpoints; beside them, the true scenes, which say how far the judge can be believed."""
     console = Console()
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    try:
+    with errors_told(console):
         used = shape_icons() if shapes else published_icons(icons)
         scenes, sprites = SceneMaker(used), rasterise(used, 64 if shapes else 256)  # forks: before CUDA starts
         network, accuracy = load_judge(judge, where)
         eyes = Eyes(network, scenes)
         text_tasks = prompts(scenes, number) + synonym_prompts(scenes, max(1, number // 5))
-        edit_tasks = edits(scenes, number_of_edits)
+        edit_tasks = edits(scenes, number_of_edits, references)
         names = name_prompts(scenes) if every_name else []
         columns, mistaken = {}, {}
         columns["true scenes"], mistaken["true scenes"] = judged(
@@ -83,9 +84,6 @@ def main(
             )
             seconds = time.monotonic() - began
             console.print(f"{checkpoint}: {len(tasks) + len(names)} pictures in {seconds:.0f} s", highlight=False)
-    except DitpackError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     console.print(table(columns))
     for column, texts in mistaken.items():
         if texts:

@@ -65,14 +65,14 @@ def name_prompts(scenes: SceneMaker) -> list[Task]:
     ]
 
 
-def edits(scenes: SceneMaker, count: int, seed: int = 102) -> list[Task]:
-    """``count`` held-out edits of each kind; pictures are combined from two."""
+def edits(scenes: SceneMaker, count: int, references: int = 2, seed: int = 102) -> list[Task]:
+    """``count`` held-out edits of each kind; pictures are combined from ``references``, 2 or 3."""
     random: Random = np.random.default_rng(seed)
     maker = EditMaker(scenes, Captions(scenes.icons, synonym_share=0))
     tasks = []
     for kind in KINDS:
         for index in range(count):
-            edit = maker.draw(random, kind, EDIT_SIZES[index % len(EDIT_SIZES)], references=2, held_out=True)
+            edit = maker.draw(random, kind, EDIT_SIZES[index % len(EDIT_SIZES)], references=references, held_out=True)
             tasks.append(Task(kind, edit.instruction, edit.target, edit.sources))
     return tasks
 

@@ -14,11 +14,11 @@ import torch
 import typer
 from rich.console import Console
 
+from ditpack.demo_model.commands import claim, errors_told
 from ditpack.demo_model.icons import published_icons
 from ditpack.demo_model.shapes import shape_icons
 from ditpack.demo_model.train.presets import PRESETS, PresetName
 from ditpack.demo_model.train.run import Options, train
-from ditpack.errors import DitpackError
 
 
 class StageName(enum.StrEnum):
@@ -54,9 +54,7 @@ def main(
     console = Console()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if out.exists() and any(out.iterdir()) and not resume:
-        raise typer.BadParameter(f"{out} is not empty; --resume goes on with it", param_hint="OUT")
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, resume)
     options = Options(
         out=out,
         preset=PRESETS[preset],
@@ -67,11 +65,8 @@ def main(
         save_minutes=save_minutes,
         command=f"python -m ditpack.demo_model.train OUT --preset {preset} --minutes {minutes:g}",
     )
-    try:
+    with errors_told(console):
         train(shape_icons() if preset == "smoke" else published_icons(icons), options, console)
-    except DitpackError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from rich.console import Console
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2TokenizerFast
 
+from ditpack.demo_model.commands import claim, errors_told
 from ditpack.demo_model.icons import Icon, published_icons, rasterise
 from ditpack.demo_model.scenes import Random, SceneMaker
 from ditpack.demo_model.shapes import shape_icons
@@ -70,9 +71,7 @@ def main(
 ) -> None:
     """Part the nouns that the text encoder takes for one another, and train on with them in sight, on the CPU."""
     console = Console()
-    if out.exists() and any(out.iterdir()) and not resume:
-        raise typer.BadParameter(f"{out} is not empty; --resume goes on with it", param_hint="OUT")
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, resume)
     options = Options(
         out=out,
         preset=smaller(PRESETS[preset]),
@@ -83,11 +82,8 @@ def main(
         save_minutes=save_minutes,
         command=f"python -m ditpack.demo_model.train.names TRAINED OUT --minutes {minutes:g}",
     )
-    try:
+    with errors_told(console):
         learn_names(trained, shape_icons() if preset == "smoke" else published_icons(icons), options, console)
-    except DitpackError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 def smaller(preset: Preset) -> Preset:
