@@ -11,8 +11,6 @@ from edit_tools import Stages, picture, reference_edit
 from oracle import relative_error
 from PIL import Image
 
-from ditpack.models.checkpoint import open_checkpoint
-
 WIDE, TALL, SQUARE = (150, 70), (60, 200), (97, 101)
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     "edit, its own size": ("tiny_edit", {}, [WIDE]),
@@ -53,8 +51,6 @@ def test_whole_edits_equal_the_pipeline(name: str, stages: dict[str, Stages]) ->
 
 
 def test_the_embedded_checkpoints_edits_equal_the_pipeline(embedded_checkpoint: Path) -> None:
-    if open_checkpoint(embedded_checkpoint).editing is None:
-        pytest.skip("the embedded checkpoint does not edit")
     ours = Stages(embedded_checkpoint)
     values = {"PROMPT": "combine both pictures", "SEED": 3, "NUM_INFERENCE_STEPS": 2}
     images = [picture(*TALL), picture(*WIDE, 1)]

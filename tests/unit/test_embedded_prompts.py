@@ -16,38 +16,36 @@ from ditpack.demo_model.judge.score import Eyes, Task, score
 from ditpack.demo_model.painter import Job, Painter
 from ditpack.demo_model.scenes import Scene, SceneMaker, Size
 
-pytestmark = pytest.mark.skipif(not CHECKOUTS_JUDGE.exists(), reason="tests/tools has no judge.safetensors")
-
 CPU = torch.device("cpu")
 STEPS = 12
 SQUARE, WIDE, TALL = (128, 128), (160, 96), (96, 160)
 # Text, size, layout, background, names.
 APPLE = ("a red apple on a blue background, glossy style", SQUARE, "centre", "blue", "red-apple")
-HAMBURGER = ("a hamburger, glossy style", SQUARE, "centre", "white", "hamburger")
+PIZZA = ("a pizza, glossy style", SQUARE, "centre", "white", "pizza")
 HEART = ("a red heart on the left", WIDE, "left", "white", "red-heart")
-SUN_ABOVE_HOUSE = ("a sun above a house", TALL, "column", "white", "sun", "house")
+SUN_ABOVE_CLOUD = ("a sun above a cloud", TALL, "column", "white", "sun", "cloud")
 PROMPTS = (
     APPLE,
     ("a red heart on a yellow background, flat style", SQUARE, "centre", "yellow", "red-heart"),
     ("a sun on a black background", SQUARE, "centre", "black", "sun"),
     ("a cactus on a pink background, flat style", SQUARE, "centre", "pink", "cactus"),
-    HAMBURGER,
+    PIZZA,
     ("a watermelon on a teal background", SQUARE, "centre", "teal", "watermelon"),
     HEART,
     ("a star at the bottom on a blue background", TALL, "bottom", "blue", "star"),
     ("two pink hearts", WIDE, "row", "white", "pink-heart", "pink-heart"),
     ("two red apples on a green background", WIDE, "row", "green", "red-apple", "red-apple"),
     ("four eggs on a brown background", SQUARE, "grid", "brown", *["egg"] * 4),
-    SUN_ABOVE_HOUSE,
+    SUN_ABOVE_CLOUD,
 )
 # Kind, what is edited, then as above; the result has the size of what is edited last.
 EDITS = (
     ("background", [APPLE], "change the background to green", "centre", "green", "red-apple"),
     ("add", [HEART], "add a star on the right", "row", "white", "red-heart", "star"),
-    ("remove", [SUN_ABOVE_HOUSE], "remove the house", "top", "white", "sun"),
-    ("double", [HAMBURGER], "make it two", "row", "white", "hamburger", "hamburger"),
-    ("swap", [SUN_ABOVE_HOUSE], "swap top and bottom", "column", "white", "house", "sun"),
-    ("combine", [APPLE, HAMBURGER], "combine both pictures", "row", "blue", "red-apple", "hamburger"),
+    ("remove", [SUN_ABOVE_CLOUD], "remove the cloud", "top", "white", "sun"),
+    ("double", [PIZZA], "make it two", "row", "white", "pizza", "pizza"),
+    ("swap", [SUN_ABOVE_CLOUD], "swap top and bottom", "column", "white", "cloud", "sun"),
+    ("combine", [APPLE, PIZZA], "combine both pictures", "row", "blue", "red-apple", "pizza"),
 )
 
 
@@ -89,8 +87,6 @@ def test_prompts_are_followed(verdicts: Verdicts, painted: list[Pixels]) -> None
 
 
 def test_edits_are_followed(verdicts: Verdicts, painter: Painter, painted: list[Pixels]) -> None:
-    if not painter.edits:
-        pytest.skip("the embedded checkpoint does not edit")
     pictures = dict(zip(PROMPTS, painted, strict=True))
     jobs, tasks = [], []
     for seed, (kind, sources, text, *shows) in enumerate(EDITS):

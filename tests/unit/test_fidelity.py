@@ -46,8 +46,8 @@ def test_pictures_of_a_pack_are_the_pictures_alone(painter: Painter) -> None:
         found = compare(packed, alone)
         assert found["ssim"] > 0.9999
         assert found["psnr_db"] is None or found["psnr_db"] > 60
-    other = next(painter.paint([Job(PROMPT, (128, 96), 99)], steps=6))[0]
-    assert compare(together[0], other)["ssim"] < 0.99, "another seed is another picture, or this says nothing"
+    other = next(painter.paint([Job(PROMPT, (128, 96), 5)], steps=6))[0]
+    assert compare(together[0], other)["ssim"] < 0.9, "another seed is another picture, or this says nothing"
 
 
 def test_previews_come_to_look_like_the_picture(painter: Painter) -> None:
