@@ -35,7 +35,7 @@ KIND = (r"kind: KIND_AUTO", "kind: KIND_MODEL")
 MIX = [
     {"PROMPT": "a red apple", "WIDTH": 64, "HEIGHT": 64, "SEED": 1, "NUM_INFERENCE_STEPS": 150},
     {"PROMPT": "two hearts", "WIDTH": 96, "HEIGHT": 64, "SEED": 2, "NUM_INFERENCE_STEPS": 200, "TRUE_CFG_SCALE": 1.0},
-    {"PROMPT": "a sun above a house", "WIDTH": 64, "HEIGHT": 160, "SEED": 3, "NUM_INFERENCE_STEPS": 150},
+    {"PROMPT": "a sun above a cloud", "WIDTH": 64, "HEIGHT": 160, "SEED": 3, "NUM_INFERENCE_STEPS": 150},
 ]
 
 
