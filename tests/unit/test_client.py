@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import socket
 import subprocess
@@ -176,7 +177,9 @@ def test_connection_closed_without_an_answer(generate: Generate) -> None:
 @both
 def test_http_spoken_to_a_port_that_is_not(generate: Generate) -> None:
     def answer_in_http2(connection: socket.socket) -> None:
-        connection.recv(65536)
+        with connection.makefile("rb") as request:  # to its end: closed on the rest, a connection may lose the answer
+            request.readline()
+            request.read(int(http.client.parse_headers(request)["Content-Length"]))
         connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + bytes(18))  # an HTTP/2 SETTINGS frame
 
     with listener(answer_in_http2) as url, pytest.raises(GenerationError) as caught:
